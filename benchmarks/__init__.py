@@ -1,0 +1,1 @@
+"""Benchmarks of fastreduce through its public API, each figure beside a peer and a bound."""

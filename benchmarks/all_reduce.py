@@ -1,0 +1,362 @@
+"""All-reduce on CPU ranks of one host: fastreduce beside gloo, MPI and the bound, in one run.
+
+    python -m benchmarks.all_reduce            # all sizes, a few minutes
+    python -m benchmarks.all_reduce --quick    # a coarse look
+
+Every buffer is written afresh by its owner before each call, as a gradient is. The ranks then
+meet at a barrier, and a call's time is that of the slowest rank. Methods take turns within a
+case, so that all of them see the same placement of the cores; the flag round trip is measured
+before and after every case. Figures are medians.
+
+Columns: size, time, algbw = size / time, busbw = algbw x 2 (N - 1) / N, and the number of wrong
+elements of a checked call.
+
+The bound moves the same bytes with plain loops in the same processes, without any waiting:
+every buffer is read once and written once. MPI is measured if mpi4py is installed and its
+``mpiexec`` is found on PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import fastreduce
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 25 * MIB, 64 * MIB, 256 * MIB]
+QUICK = [KIB, 64 * KIB, MIB, 25 * MIB]
+BOUND = "bound"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Method = Callable[[], None]
+
+
+def build_bound() -> ctypes.CDLL:
+    """Compiles bound.cpp for this machine."""
+    folder = Path(tempfile.mkdtemp(prefix="fastreduce-bound-"))
+    library = folder / "bound.so"
+    source = Path(__file__).with_name("bound.cpp")
+    flags = ["-O3", "-march=native", "-shared", "-fPIC"]
+    subprocess.run([os.environ.get("CXX", "c++"), *flags, source, "-o", library], check=True)
+    loaded = ctypes.CDLL(str(library))
+    shutil.rmtree(folder)
+    loaded.round_trip.restype = ctypes.c_double
+    return loaded
+
+
+class Rank:
+    """One rank of the run: its communicator, its peers' libraries, its measurements."""
+
+    def __init__(self, rank: int, world_size: int, arena: list[Tensor], flags: Tensor) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.world_size = rank, world_size
+        self.communicator = fastreduce.Communicator(timeout=120)
+        self.bound = build_bound()
+        self.arena = arena
+        self.flags = flags
+        self.rounds = 0
+        self.mpi = import_mpi()
+
+    def round_trip(self) -> float:
+        """Nanoseconds of a flag round trip between ranks 0 and 1, as the cores lie now."""
+        self.communicator.barrier()
+        rounds = 2000 if self.world_size <= len(os.sched_getaffinity(0)) else 50
+        ns: float = self.bound.round_trip(
+            ctypes.c_void_p(self.flags.data_ptr()), self.rank, self.rounds, rounds
+        )
+        self.rounds += rounds
+        self.communicator.barrier()
+        return ns
+
+    def methods(self, nbytes: int, dtype: torch.dtype, op: str) -> dict[str, tuple[Tensor, Method]]:
+        """Name -> buffer and the call that reduces it."""
+        count = nbytes // dtype.itemsize
+        shared = self.communicator.empty(count, dtype=dtype)
+        private = torch.empty(count, dtype=dtype)
+        private_gloo = torch.empty(count, dtype=dtype)
+        found: dict[str, tuple[Tensor, Method]] = {
+            "fastreduce": (shared, lambda: void(self.communicator.all_reduce(shared, op))),  # type: ignore[arg-type]
+            "fastreduce staged": (
+                private,
+                lambda: void(self.communicator.all_reduce(private, op)),  # type: ignore[arg-type]
+            ),
+            "gloo": (private_gloo, lambda: gloo(private_gloo, op, self.world_size)),
+        }
+        if self.mpi is not None and dtype is torch.float32:
+            private_mpi = torch.empty(count, dtype=dtype)
+            found["mpi"] = (private_mpi, self.mpi_method(private_mpi, op))
+        found[BOUND] = (self.arena[self.rank][:nbytes].view(dtype), self.bound_method(nbytes))
+        return found
+
+    def mpi_method(self, tensor: Tensor, op: str) -> Method:
+        world, in_place = self.mpi.COMM_WORLD, self.mpi.IN_PLACE
+        array = tensor.numpy()
+
+        def run() -> None:
+            world.Allreduce(in_place, array)
+            if op == "mean":
+                tensor.mul_(1 / self.world_size)
+
+        return run
+
+    def bound_method(self, nbytes: int) -> Method:
+        floats = nbytes // 4
+        each = -(-floats // self.world_size // 16) * 16
+        begin, end = min(self.rank * each, floats), min((self.rank + 1) * each, floats)
+        pointers = (ctypes.c_void_p * self.world_size)(*(a.data_ptr() for a in self.arena))
+        arguments = (pointers, self.world_size, ctypes.c_size_t(begin), ctypes.c_size_t(end))
+        return lambda: self.bound.move_bytes(*arguments)
+
+    def case(self, nbytes: int, dtype: torch.dtype, op: str, seconds: float) -> dict[str, Any]:
+        """Times every method on one size; the same figures on all ranks."""
+        methods = self.methods(nbytes, dtype, op)
+        fresh = torch.randn(nbytes // dtype.itemsize).to(dtype)
+        wrong = {name: self.wrong(name, buffer, run, op) for name, (buffer, run) in methods.items()}
+        before = self.round_trip()
+        times: dict[str, list[float]] = {name: [] for name in methods}
+        until = time.perf_counter() + seconds
+        least = 5 if nbytes > 32 * MIB else 15
+        while True:
+            for name, (buffer, run) in methods.items():
+                repeats = 1 if nbytes >= MIB else 8
+                for _ in range(repeats):
+                    buffer.copy_(fresh)
+                    self.communicator.barrier()
+                    begin = time.perf_counter()
+                    run()
+                    times[name].append(time.perf_counter() - begin)
+            enough = time.perf_counter() > until and len(times[BOUND]) >= least
+            vote = torch.tensor([int(enough)])
+            dist.broadcast(vote, 0)
+            if vote.item():
+                break
+        after = self.round_trip()
+        slowest = {}
+        for name, own in times.items():
+            all_times = torch.tensor(own, dtype=torch.float64)
+            dist.all_reduce(all_times, dist.ReduceOp.MAX)
+            slowest[name] = statistics.median(all_times.tolist())
+        return {
+            "bytes": nbytes,
+            "dtype": str(dtype).removeprefix("torch."),
+            "op": op,
+            "ranks": self.world_size,
+            "repeats": {name: len(own) for name, own in times.items()},
+            "round_trip_ns": [before, after],
+            "seconds": slowest,
+            "wrong": wrong,
+        }
+
+    def wrong(self, name: str, buffer: Tensor, run: Method, op: str) -> int | None:
+        """Elements of one call that differ from the exact result, on any rank. The inputs are
+        small integers, whose sums every method represents exactly."""
+        if name == BOUND:
+            return None
+        pattern = torch.arange(buffer.numel()) % 7
+        buffer.copy_(pattern + self.rank)
+        run()
+        exact = pattern * self.world_size + sum(range(self.world_size))
+        expected = exact / self.world_size if op == "mean" else exact
+        count = (buffer != expected.to(buffer.dtype)).sum()
+        dist.all_reduce(count)
+        return int(count.item())
+
+
+def void(_: object) -> None:
+    pass
+
+
+def gloo(tensor: Tensor, op: str, world_size: int) -> None:
+    dist.all_reduce(tensor)
+    if op == "mean":
+        tensor.div_(world_size)
+
+
+def import_mpi() -> Any:
+    if "FASTREDUCE_BENCHMARK_MPI" not in os.environ:
+        return None
+    from mpi4py import MPI
+
+    return MPI
+
+
+def work(rank: int, world_size: int, store: str, arena: list[Tensor], flags: Tensor,
+         arguments: argparse.Namespace) -> list[dict[str, Any]]:  # fmt: skip
+    """One rank's run; rank 0 prints."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=300),
+    )
+    here = Rank(rank, world_size, arena, flags)
+    results = []
+    try:
+        for dtype in arguments.dtypes:
+            for op in arguments.ops:
+                if rank == 0:
+                    print(f"\n{world_size} ranks, {dtype}, {op}", flush=True)
+                    print(HEADER, flush=True)
+                for nbytes in arguments.sizes:
+                    result = here.case(nbytes, DTYPES[dtype], op, arguments.seconds)
+                    results.append(result)
+                    if rank == 0:
+                        print(table(result), flush=True)
+    finally:
+        here.communicator.close()
+        dist.destroy_process_group()
+    return results
+
+
+HEADER = (
+    f"{'size':>9} {'method':<18} {'time us':>11} {'algbw GB/s':>11} {'busbw GB/s':>11} "
+    f"{'x bound':>8} {'wrong':>6}   round trip ns"
+)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The lines of one case."""
+    lines = []
+    nbytes, ranks = result["bytes"], result["ranks"]
+    trips = "/".join(f"{t:.0f}" for t in result["round_trip_ns"])
+    for name, seconds in result["seconds"].items():
+        algbw = nbytes / seconds / 1e9
+        wrong = result["wrong"][name]
+        lines.append(
+            f"{human(nbytes):>9} {name:<18} {seconds * 1e6:11.2f} {algbw:11.3f} "
+            f"{algbw * 2 * (ranks - 1) / ranks:11.3f} "
+            f"{seconds / result['seconds'][BOUND]:8.2f} {'-' if wrong is None else wrong:>6}   "
+            f"{trips}"
+        )
+    return "\n".join(lines)
+
+
+def human(nbytes: int) -> str:
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+
+
+def plot(results: list[dict[str, Any]], path: str) -> None:
+    """Time over size, one panel per number of ranks, dtype and op."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = sorted({(r["ranks"], r["dtype"], r["op"]) for r in results})
+    figure, axes = pyplot.subplots(
+        1, len(cases), figsize=(5 * len(cases), 4.2), sharey=True, squeeze=False
+    )
+    for axis, case in zip(axes[0], cases, strict=True):
+        rows = [r for r in results if (r["ranks"], r["dtype"], r["op"]) == case]
+        for name in rows[0]["seconds"]:
+            style = "k--" if name == BOUND else "o-"
+            axis.loglog(
+                [r["bytes"] for r in rows],
+                [r["seconds"][name] * 1e6 for r in rows],
+                style,
+                base=10,
+                label=name,
+                markersize=3,
+            )
+        axis.set_title("{} ranks, {}, {}".format(*case))
+        axis.set_xlabel("bytes")
+        axis.grid(True, alpha=0.3)
+    axes[0][0].set_ylabel("microseconds")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def spawned(rank: int, world_size: int, store: str, arena: list[Tensor], flags: Tensor,
+            arguments: argparse.Namespace, output: str) -> None:  # fmt: skip
+    results = work(rank, world_size, store, arena, flags, arguments)
+    if rank == 0:
+        Path(output).write_text(json.dumps(results))
+
+
+def measure(world_size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs all cases on ``world_size`` ranks and returns their results."""
+    largest = max(arguments.sizes)
+    arena = [torch.zeros(largest, dtype=torch.uint8).share_memory_() for _ in range(world_size)]
+    flags = torch.zeros(64, dtype=torch.int32).share_memory_()
+    with tempfile.TemporaryDirectory() as folder:
+        store, output = f"{folder}/store", f"{folder}/results"
+        mp.spawn(
+            spawned, (world_size, store, arena, flags, arguments, output), nprocs=world_size
+        )
+        results: list[dict[str, Any]] = json.loads(Path(output).read_text())
+    return results
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "fastreduce": fastreduce.__version__,
+        "instruction_set": fastreduce.instruction_set(),
+    }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", type=int, nargs="+", help="bytes", default=SIZES)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--ops", nargs="+", choices=["sum", "mean"], default=["sum", "mean"])
+    parser.add_argument("--seconds", type=float, default=1.0, help="per case, at least")
+    parser.add_argument("--quick", action="store_true", help="few sizes, short")
+    parser.add_argument("--json", help="write the results there")
+    parser.add_argument("--plot", help="write a PNG there")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.sizes, arguments.seconds = QUICK, 0.3
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    arguments = parse(argv)
+    about = machine()
+    print("  ".join(f"{key} {value}" for key, value in about.items()))
+    results = []
+    for world_size in arguments.ranks:
+        results += measure(world_size, arguments)
+    if arguments.json:
+        Path(arguments.json).write_text(
+            json.dumps({"machine": about, "results": results}, indent=1) + "\n"
+        )
+    if arguments.plot:
+        plot(results, arguments.plot)
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)

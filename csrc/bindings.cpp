@@ -1,0 +1,224 @@
+// Python bindings: pointers, counts and enum numbers in; nothing is decided here.
+#include <pybind11/chrono.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "host.h"
+
+namespace py = pybind11;
+using namespace fastreduce;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+// True if a Python signal handler raised; the exception stays set for the caller's return.
+bool check_signals() {
+  py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Memory of one rank that its peers can map. Buffer protocol: a tensor made from it keeps it.
+class Allocation {
+ public:
+  Allocation(std::shared_ptr<HostCommunicator> owner, std::size_t bytes)
+      : owner_(owner), bytes_(bytes) {
+    const Descriptor fd = create_segment(bytes);
+    mapping_ = Mapping(fd.get(), bytes);
+    id_ = owner->add_segment(fd.get(), mapping_.data(), bytes);
+    owner->add_allocation(id_, mapping_.data(), bytes);
+  }
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+  ~Allocation() {
+    const auto owner = owner_.lock();
+    if (owner == nullptr || owner->forked()) return;
+    owner->remove_allocation(mapping_.data());
+    owner->remove_segment(id_);
+  }
+  py::buffer_info info() const {
+    return py::buffer_info(mapping_.data(), 1, py::format_descriptor<std::uint8_t>::format(),
+                           static_cast<py::ssize_t>(bytes_));
+  }
+
+ private:
+  std::weak_ptr<HostCommunicator> owner_;
+  Mapping mapping_;
+  std::size_t bytes_;
+  int id_ = -1;
+};
+
+Call make_call(int kind, int dtype, int op, int algorithm, int root, std::uint64_t count,
+               double scale, int segment) {
+  Call call;
+  call.kind = static_cast<Kind>(kind);
+  call.dtype = static_cast<DType>(dtype);
+  call.op = static_cast<Op>(op);
+  call.algorithm = static_cast<Algorithm>(algorithm);
+  call.root = root;
+  call.count = count;
+  call.scale = scale;
+  call.segment = segment;
+  return call;
+}
+
+void raise_failure(const CallFailed& failed) {
+  const FailureRecord& r = failed.record;
+  const py::object error = py::module_::import("fastreduce.errors")
+                               .attr("from_record")(
+                                   failed.rank, static_cast<int>(r.failure),
+                                   static_cast<int>(r.field), static_cast<int>(r.kind),
+                                   static_cast<int>(r.phase), r.written, r.rank, r.peer, r.epoch,
+                                   r.expected, r.seen);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+}
+
+std::vector<Piece> make_pieces(const std::vector<Address>& tensors,
+                               const std::vector<std::size_t>& counts,
+                               const std::vector<std::size_t>& offsets) {
+  std::vector<Piece> pieces(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    pieces[i] = {reinterpret_cast<void*>(tensors[i]), counts.at(i), offsets.at(i)};
+  return pieces;
+}
+
+// pack and unpack run on the calling thread, alone.
+template <class Run>
+void run_alone(Run run) {
+  const Watch watch;
+  Progress progress;
+  HostBlock block(watch, progress, 0, 1);
+  run(block);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "fastreduce's kernels and shared memory; use the fastreduce package";
+
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const CallFailed& failed) {
+      // Interrupted: the signal handler's own exception is already set.
+      if (!PyErr_Occurred()) raise_failure(failed);
+    }
+  });
+
+  m.def("instruction_set", [] { return kernels().name; });
+  m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("MAX_BLOCKS") = kMaxBlocks;
+
+  m.def(
+      "pack",
+      [](const std::vector<Address>& tensors, const std::vector<std::size_t>& counts,
+         const std::vector<std::size_t>& offsets, Address flat, int tensor_dtype, int flat_dtype,
+         double scale) {
+        const auto pieces = make_pieces(tensors, counts, offsets);
+        run_alone([&](HostBlock& block) {
+          kernels().pack(block, static_cast<DType>(tensor_dtype), static_cast<DType>(flat_dtype),
+                         reinterpret_cast<void*>(flat), pieces.data(), pieces.size(), scale);
+        });
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "unpack",
+      [](const std::vector<Address>& tensors, const std::vector<std::size_t>& counts,
+         const std::vector<std::size_t>& offsets, Address flat, int tensor_dtype, int flat_dtype,
+         double scale) {
+        const auto pieces = make_pieces(tensors, counts, offsets);
+        run_alone([&](HostBlock& block) {
+          kernels().unpack(block, static_cast<DType>(tensor_dtype), static_cast<DType>(flat_dtype),
+                           reinterpret_cast<const void*>(flat), pieces.data(), pieces.size(),
+                           scale);
+        });
+      },
+      py::call_guard<py::gil_scoped_release>());
+
+  py::class_<Listener>(m, "Listener").def(py::init<>()).def_property_readonly(
+      "address", [](const Listener& listener) { return py::bytes(listener.address()); });
+
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def("done", &Work::done)
+      .def(
+          "wait",
+          [](Work& work, Clock::duration timeout) {
+            bool finished;
+            {
+              py::gil_scoped_release release;
+              finished = work.wait(timeout, check_signals);
+            }
+            if (PyErr_Occurred()) throw py::error_already_set();
+            return finished;
+          },
+          py::arg("timeout"));
+
+  py::class_<Allocation>(m, "Allocation", py::buffer_protocol())
+      .def(py::init<std::shared_ptr<HostCommunicator>, std::size_t>())
+      .def_buffer([](const Allocation& allocation) { return allocation.info(); });
+
+  py::class_<HostCommunicator, std::shared_ptr<HostCommunicator>>(m, "HostCommunicator")
+      .def(py::init([](const Listener& listener, int rank,
+                       const std::vector<std::string>& addresses, const std::string& token,
+                       Clock::duration timeout, Clock::duration connect_timeout, int blocks, std::size_t slot_bytes,
+                       std::size_t stage_bytes, std::size_t block_bytes,
+                       std::pair<std::int64_t, std::int64_t> foreground_ns,
+                       std::pair<std::int64_t, std::int64_t> background_ns,
+                       std::uint32_t first_epoch) {
+             const auto patience = [](std::pair<std::int64_t, std::int64_t> ns) {
+               return Patience{std::chrono::nanoseconds(ns.first),
+                               std::chrono::nanoseconds(ns.second)};
+             };
+             Options options;
+             options.timeout = timeout;
+             options.connect_timeout = connect_timeout;
+             options.blocks = blocks;
+             options.slot_bytes = slot_bytes;
+             options.stage_bytes = stage_bytes;
+             options.block_bytes = block_bytes;
+             options.foreground = patience(foreground_ns);
+             options.background = patience(background_ns);
+             options.first_epoch = first_epoch;
+             py::gil_scoped_release release;
+             // A forked child has none of the threads: it leaves its copy alone.
+             return std::shared_ptr<HostCommunicator>(
+                 new HostCommunicator(listener, rank, addresses, token, options),
+                 [](HostCommunicator* communicator) {
+                   if (!communicator->forked()) delete communicator;
+                 });
+           }),
+           py::arg("listener"), py::arg("rank"), py::arg("addresses"), py::arg("token"),
+           py::kw_only(), py::arg("timeout"), py::arg("connect_timeout"), py::arg("blocks"), py::arg("slot_bytes"),
+           py::arg("stage_bytes"), py::arg("block_bytes"), py::arg("foreground_ns"),
+           py::arg("background_ns"), py::arg("first_epoch"))
+      .def("run",
+           [](HostCommunicator& self, int kind, Address in, Address out, std::uint64_t count,
+              int dtype, int op, int algorithm, int root, double scale, int segment) {
+             const Call call = make_call(kind, dtype, op, algorithm, root, count, scale, segment);
+             py::gil_scoped_release release;
+             self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
+                      check_signals);
+           })
+      .def("submit",
+           [](HostCommunicator& self, int kind, Address in, Address out, std::uint64_t count,
+              int dtype, int op, int algorithm, int root, double scale, int segment,
+              std::int64_t notify) {
+             const Call call = make_call(kind, dtype, op, algorithm, root, count, scale, segment);
+             py::gil_scoped_release release;
+             return self.submit(call, reinterpret_cast<const void*>(in),
+                                reinterpret_cast<void*>(out), notify);
+           })
+      .def("next_completed", &HostCommunicator::next_completed,
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "add_segment",
+          [](HostCommunicator& self, int fd, Address base, std::size_t bytes) {
+            return self.add_segment(fd, reinterpret_cast<const void*>(base), bytes);
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def("remove_segment", &HostCommunicator::remove_segment)
+      .def("close", &HostCommunicator::close, py::arg("drain"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("forked", &HostCommunicator::forked)
+      .def_property_readonly("slot_bytes", &HostCommunicator::slot_bytes);
+}

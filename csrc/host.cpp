@@ -1,0 +1,643 @@
+#include "host.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace fastreduce {
+
+// One instance per compiled instruction set, see host_kernels.cpp.
+#if defined(__x86_64__) && !defined(FR_BASELINE_ONLY)
+namespace avx2 {
+extern const Kernels instance;
+}
+namespace avx512 {
+extern const Kernels instance;
+}
+#endif
+inline namespace baseline {
+extern const Kernels instance;
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = []() -> const Kernels& {
+#if defined(__x86_64__) && !defined(FR_BASELINE_ONLY)
+    const char* wanted = std::getenv("FASTREDUCE_ISA");
+    const std::string limit = wanted == nullptr ? "" : wanted;
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
+                          __builtin_cpu_supports("fma");
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512dq") &&
+                            __builtin_cpu_supports("avx512cd");
+    if (has_avx2 && has_avx512 && limit != "avx2" && limit != "baseline") return avx512::instance;
+    if (has_avx2 && limit != "baseline") return avx2::instance;
+#endif
+    return baseline::instance;
+  }();
+  return chosen;
+}
+
+namespace {
+
+// While asleep a rank looks this often whether its peers live.
+constexpr std::chrono::milliseconds kLook{20};
+
+std::atomic<unsigned> generation{0};
+
+void count_fork() { ++generation; }
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, count_fork);
+
+FR_FN void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+void sleep_on(std::uint32_t* word, std::uint32_t value, std::chrono::nanoseconds limit) {
+  const timespec time{static_cast<time_t>(limit.count() / 1000000000),
+                      static_cast<long>(limit.count() % 1000000000)};
+  ::syscall(SYS_futex, word, FUTEX_WAIT, value, &time, nullptr, 0);
+}
+
+}  // namespace
+
+void HostBlock::wake(Flag& flag) {
+  ::syscall(SYS_futex, &flag.value, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+}
+
+bool HostBlock::wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase phase) {
+  const auto begin = Clock::now();
+  const auto arrived = [&] { return reached(load_acquire(&flag.value), value); };
+
+  for (auto now = begin; now - begin < watch_.patience.spin; now = Clock::now()) {
+    for (int i = 0; i < 32; ++i) {
+      if (arrived()) return true;
+      relax();
+    }
+  }
+  const auto yield_end = watch_.patience.spin + watch_.patience.yield;
+  while (Clock::now() - begin < yield_end) {
+    ::sched_yield();
+    if (arrived()) return true;
+  }
+  for (;;) {
+    // Either the writer sees `sleeping`, or this thread sees the writer's value.
+    store_ordered(&flag.sleeping, 1);
+    const std::uint32_t seen = load_acquire(&flag.value);
+    if (!reached(seen, value)) sleep_on(&flag.value, seen, kLook);
+    store_release(&flag.sleeping, 0);
+    if (arrived()) return true;
+
+    Failure reason = hopeless(peer, phase);
+    if (reason == Failure::none && Clock::now() - begin >= watch_.timeout)
+      reason = Failure::timeout;
+    // What a peer did before it left still counts.
+    if (arrived()) return true;
+    if (reason == Failure::none) continue;
+
+    failure_.failure = reason;
+    failure_.kind = watch_.kind;
+    failure_.phase = phase;
+    failure_.rank = watch_.view->rank;
+    failure_.peer = peer;
+    failure_.epoch = watch_.epoch;
+    failure_.expected = value;
+    failure_.seen = load_acquire(&flag.value);
+    // The first rank to give up knows best why.
+    for (int p = 0; p < watch_.view->world(); ++p) {
+      if (p == watch_.view->rank) continue;
+      const std::uint32_t state = load_acquire(&watch_.view->state(watch_.view->rank, p).value);
+      if (state == static_cast<std::uint32_t>(State::failed)) {
+        failure_ = watch_.view->failure(p);
+        break;
+      }
+    }
+    return false;
+  }
+}
+
+Failure HostBlock::hopeless(int peer, Phase phase) const {
+  const View& view = *watch_.view;
+  if (watch_.stop != nullptr && watch_.stop->load(std::memory_order_relaxed))
+    return Failure::closed;
+  if (watch_.interrupted != nullptr && *watch_.interrupted && (*watch_.interrupted)())
+    return Failure::interrupted;
+  for (int p = 0; p < view.world(); ++p) {
+    if (p == view.rank) continue;
+    const auto state = static_cast<State>(load_acquire(&view.state(view.rank, p).value));
+    if (state == State::failed) return Failure::closed;
+    // A peer that has left is missed by whoever waits for it. Before a call has begun, it is
+    // missed by all.
+    const bool missed =
+        p == peer ||
+        (phase == Phase::enter &&
+         !reached(load_acquire(&view.announcement(view.rank, p, watch_.epoch).flag.value),
+                  watch_.epoch));
+    if (!missed) continue;
+    if (state == State::closed) return Failure::closed;
+    if (watch_.peers != nullptr && watch_.peers->lost(p)) return Failure::lost;
+  }
+  return Failure::none;
+}
+
+bool Work::done() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return done_;
+}
+
+bool Work::wait(Clock::duration timeout, const std::function<bool()>& interrupted) {
+  const auto deadline = Clock::now() + timeout;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!done_) {
+    const auto now = Clock::now();
+    if (now >= deadline) return false;
+    finished_.wait_until(lock, std::min(deadline, now + Clock::duration(kLook)));
+    if (done_) break;
+    lock.unlock();
+    const bool stop = interrupted && interrupted();
+    lock.lock();
+    if (stop) return false;
+  }
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+void Work::finish(std::exception_ptr error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  done_ = true;
+  error_ = std::move(error);
+  finished_.notify_all();
+}
+
+HostCommunicator::HostCommunicator(const Listener& listener, int rank,
+                                   const std::vector<std::string>& addresses,
+                                   const std::string& token, const Options& options)
+    : options_(options), born_(generation), epoch_(options.first_epoch) {
+  const int world = static_cast<int>(addresses.size());
+  if (world < 1 || world > kMaxRanks)
+    throw std::invalid_argument("ranks on a host: expected 1 to " + std::to_string(kMaxRanks) +
+                                ", got " + std::to_string(world));
+  if (options.blocks < 1 || options.blocks > kMaxBlocks)
+    throw std::invalid_argument("blocks: expected 1 to " + std::to_string(kMaxBlocks) + ", got " +
+                                std::to_string(options.blocks));
+  const auto deadline = Clock::now() + options_.connect_timeout;
+  view_.layout = {world, options.blocks, options.slot_bytes, options.stage_bytes};
+  view_.rank = rank;
+  progress_.assign(options.blocks,
+                   {options.first_epoch, options.first_epoch, options.first_epoch});
+  areas_.resize(world);
+  remote_.resize(world);
+  messages_read_.resize(world);
+
+  const std::size_t bytes = view_.layout.bytes();
+  const Descriptor own = create_segment(bytes);
+  areas_[rank] = Mapping(own.get(), bytes);
+  view_.area[rank] = areas_[rank].data();
+  // Flags begin where the counters do. They count calls from options.first_epoch.
+  const auto begin = [&](Flag& flag) { flag.value = options.first_epoch; };
+  new (&view_.failure(rank)) FailureRecord();
+  for (int p = 0; p < world; ++p) {
+    begin(view_.announcement(rank, p, 0).flag);
+    begin(view_.announcement(rank, p, 1).flag);
+    for (int b = 0; b < options.blocks; ++b) {
+      begin(view_.step(rank, b, p));
+      begin(view_.tail(rank, b, p));
+      begin(view_.head(rank, b, p));
+    }
+  }
+
+  peers_ = Peers(listener, rank, addresses, token, deadline);
+  const Descriptor process = open_own_process();
+  for (int p = 0; p < world; ++p) {
+    if (p == rank) continue;
+    peers_.send(p, {Message::Type::control, -1, bytes}, own.get(), deadline);
+    peers_.send(p, {Message::Type::process, -1, 0}, process.get(), deadline);
+  }
+  for (int p = 0; p < world; ++p) {
+    if (p == rank) continue;
+    Descriptor fd;
+    const Message control = peers_.receive(p, &fd, deadline);
+    if (control.type != Message::Type::control || control.bytes != bytes || fd.get() < 0)
+      throw std::runtime_error("rank " + std::to_string(p) + " sent a control segment of " +
+                               std::to_string(control.bytes) + " bytes, expected " +
+                               std::to_string(bytes) + ": do all ranks run the same version?");
+    areas_[p] = Mapping(fd.get(), bytes);
+    view_.area[p] = areas_[p].data();
+    Descriptor handle;
+    peers_.receive(p, &handle, deadline);
+    peers_.watch(p, std::move(handle));
+  }
+  for (int b = 1; b < options.blocks; ++b) helpers_.emplace_back([this, b] { help(b); });
+  help_failures_.resize(options.blocks);
+}
+
+HostCommunicator::~HostCommunicator() { close(false); }
+
+bool HostCommunicator::forked() const { return born_ != generation; }
+
+void HostCommunicator::check_usable() const {
+  if (forked())
+    throw std::runtime_error(
+        "this communicator belongs to the parent process; create one after the fork");
+  if (broken_) throw CallFailed{why_, view_.rank};
+  if (closing_) throw std::runtime_error("the communicator is closed");
+}
+
+Watch HostCommunicator::make_watch(const Patience& patience,
+                                   const std::function<bool()>* interrupted) const {
+  Watch watch;
+  watch.view = &view_;
+  watch.peers = &peers_;
+  watch.stop = &stop_;
+  watch.interrupted = interrupted;
+  watch.patience = patience;
+  watch.timeout = options_.timeout;
+  return watch;
+}
+
+void HostCommunicator::run(const Call& call, const void* in, void* out,
+                           const std::function<bool()>& interrupted) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  check_usable();
+  if (busy_ || !queue_.empty()) {
+    lock.unlock();
+    const auto work = submit(call, in, out, -1);
+    if (!work->wait(Clock::duration::max() / 4, interrupted)) {
+      // The call cannot be taken back while peers take part in it: give up the communicator.
+      stop_ = true;
+      work->wait(Clock::duration::max() / 4, nullptr);
+    }
+    return;
+  }
+  busy_ = true;
+  lock.unlock();
+  struct Idle {
+    HostCommunicator& of;
+    ~Idle() {
+      std::lock_guard<std::mutex> guard(of.mutex_);
+      of.busy_ = false;
+      if (!of.queue_.empty() || of.closing_) of.changed_.notify_all();
+    }
+  } idle{*this};
+  execute(call, in, out, make_watch(options_.foreground, &interrupted));
+}
+
+std::shared_ptr<Work> HostCommunicator::submit(const Call& call, const void* in, void* out,
+                                               std::int64_t notify) {
+  auto work = std::make_shared<Work>();
+  work->call_ = call;
+  work->in_ = in;
+  work->out_ = out;
+  work->notify_ = notify;
+  std::lock_guard<std::mutex> lock(mutex_);
+  check_usable();
+  if (!thread_.joinable()) thread_ = std::thread([this] { communicate(); });
+  queue_.push_back(work);
+  changed_.notify_all();
+  return work;
+}
+
+void HostCommunicator::communicate() {
+  const std::function<bool()> never;
+  const Watch watch = make_watch(options_.background, &never);
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return !busy_ && (!queue_.empty() || closing_); });
+    if (queue_.empty()) return;
+    const std::shared_ptr<Work> work = queue_.front();
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      if (stop_) throw std::runtime_error("the communicator was closed before this call ran");
+      if (broken_) throw CallFailed{why_, view_.rank};
+      execute(work->call_, work->in_, work->out_, watch);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    busy_ = false;
+    changed_.notify_all();
+    if (work->notify_ >= 0) {
+      completed_.push_back(work->notify_);
+      completion_.notify_all();
+    }
+    lock.unlock();
+    work->finish(error);
+    lock.lock();
+  }
+}
+
+std::vector<std::int64_t> HostCommunicator::next_completed() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  completion_.wait(lock, [this] { return !completed_.empty() || closed_; });
+  std::vector<std::int64_t> taken(completed_.begin(), completed_.end());
+  completed_.clear();
+  return taken;
+}
+
+void HostCommunicator::announce(const FailureRecord& record) {
+  view_.failure(view_.rank) = record;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    why_ = record;
+    broken_ = true;
+  }
+  for (int p = 0; p < view_.world(); ++p)
+    if (p != view_.rank)
+      store_release(&view_.state(p, view_.rank).value, static_cast<std::uint32_t>(State::failed));
+}
+
+void HostCommunicator::give_up(const FailureRecord& record) {
+  announce(record);
+  throw CallFailed{record, view_.rank};
+}
+
+namespace {
+
+// How many elements and bytes the tensors of a call have.
+std::size_t input_bytes(const Call& call, int world) {
+  const std::size_t bytes = call.count * item_bytes(call.dtype);
+  return call.kind == Kind::reduce_scatter ? bytes * world : bytes;
+}
+
+struct Difference {
+  Field field = Field::none;
+  std::uint64_t expected = 0;
+  std::uint64_t seen = 0;
+};
+
+std::uint64_t bits(double value) {
+  std::uint64_t word;
+  std::memcpy(&word, &value, sizeof word);
+  return word;
+}
+
+Difference compare(const Call& a, const Call& b) {
+  const auto number = [](auto value) { return static_cast<std::uint64_t>(value); };
+  const struct {
+    Field field;
+    std::uint64_t a;
+    std::uint64_t b;
+  } rows[] = {
+      {Field::kind, number(a.kind), number(b.kind)},
+      {Field::dtype, number(a.dtype), number(b.dtype)},
+      {Field::op, number(a.op), number(b.op)},
+      {Field::algorithm, number(a.algorithm), number(b.algorithm)},
+      {Field::root, number(a.root), number(b.root)},
+      {Field::count, a.count, b.count},
+      {Field::scale, bits(a.scale), bits(b.scale)},
+  };
+  for (const auto& row : rows)
+    if (row.a != row.b) return {row.field, row.a, row.b};
+  return {};
+}
+
+}  // namespace
+
+void HostCommunicator::execute(Call call, const void* in, void* out, const Watch& plan) {
+  const int world = view_.world();
+  const std::size_t bytes = input_bytes(call, world);
+  const bool staged_before = call.algorithm == Algorithm::one_shot;
+  if (staged_before && bytes > view_.layout.slot_bytes)
+    throw std::invalid_argument("one_shot: expected at most " +
+                                std::to_string(view_.layout.slot_bytes) + " bytes, got " +
+                                std::to_string(bytes));
+  flush_removals();
+  if (!staged_before && call.segment < 0) locate(call, in, bytes);
+  {
+    std::lock_guard<std::mutex> lock(control_mutex_);
+    if (call.segment >= 0) {
+      const Own& own = own_.at(call.segment);
+      call.offset = static_cast<std::uint64_t>(static_cast<const char*>(in) - own.base);
+      if (call.offset + bytes > own.bytes)
+        throw std::invalid_argument("the tensor ends outside its segment");
+    }
+    call.messages = messages_sent_;
+  }
+
+  Job job;
+  job.call = call;
+  job.epoch = ++epoch_;
+  job.in = in;
+  job.out = out;
+  Watch watch = plan;
+  watch.kind = call.kind;
+  watch.epoch = job.epoch;
+  if (staged_before && bytes != 0 && (call.kind != Kind::broadcast || call.root == view_.rank))
+    std::memcpy(view_.slot(view_.rank, job.epoch), in, bytes);
+
+  HostBlock leader(watch, progress_[0], 0, 1);
+  Call calls[kMaxRanks];
+  if (!enter(leader, view_, job.epoch, call, calls)) give_up(leader.failure());
+  for (int p = 1; p < world; ++p) {
+    const Difference difference = compare(calls[0], calls[p]);
+    if (difference.field == Field::none) continue;
+    FailureRecord record;
+    record.failure = Failure::mismatch;
+    record.field = difference.field;
+    record.kind = call.kind;
+    record.peer = p;
+    record.epoch = job.epoch;
+    record.expected = difference.expected;
+    record.seen = difference.seen;
+    give_up(record);
+  }
+  try {
+    perform(job, calls, watch);
+  } catch (const CallFailed&) {
+    throw;
+  } catch (...) {
+    // Not a protocol's failure but this machine's. Peers must not wait for this rank.
+    FailureRecord record;
+    record.failure = Failure::broken;
+    record.kind = call.kind;
+    record.rank = view_.rank;
+    record.peer = view_.rank;
+    record.epoch = job.epoch;
+    announce(record);
+    throw;
+  }
+}
+
+void HostCommunicator::perform(Job& job, const Call* calls, const Watch& watch) {
+  const Call& call = job.call;
+  for (int p = 0; p < view_.world(); ++p)
+    if (p != view_.rank && calls[p].messages != messages_read_[p])
+      read_messages(p, calls[p].messages);
+  if (call.count == 0) return;
+  // A rank alone has no neighbour and needs no slot.
+  if (view_.world() == 1) job.call.algorithm = Algorithm::two_shot;
+  if (job.call.algorithm == Algorithm::two_shot) resolve(job, calls);
+
+  const bool large = call.algorithm != Algorithm::one_shot &&
+                     input_bytes(call, view_.world()) >= options_.block_bytes;
+  FailureRecord failure;
+  if (!run_blocks(job, watch, large ? options_.blocks : 1, &failure)) {
+    failure.written = true;
+    give_up(failure);
+  }
+}
+
+bool HostCommunicator::run_blocks(const Job& job, const Watch& watch, int count,
+                                  FailureRecord* failure) {
+  const bool helped = count > 1;
+  if (helped) {
+    std::lock_guard<std::mutex> lock(help_mutex_);
+    help_job_ = &job;
+    help_watch_ = &watch;
+    help_blocks_ = count;
+    help_left_ = count - 1;
+    ++help_round_;
+    help_wanted_.notify_all();
+  }
+  HostBlock block(watch, progress_[0], 0, count);
+  const bool complete = kernels().run(block, view_, job);
+  if (!complete) *failure = block.failure();
+  if (!helped) return complete;
+
+  std::unique_lock<std::mutex> lock(help_mutex_);
+  help_done_.wait(lock, [this] { return help_left_ == 0; });
+  for (int b = 1; b < count && failure->failure == Failure::none; ++b) *failure = help_failures_[b];
+  return failure->failure == Failure::none;
+}
+
+void HostCommunicator::help(int index) {
+  std::uint64_t round = 0;
+  std::unique_lock<std::mutex> lock(help_mutex_);
+  for (;;) {
+    help_wanted_.wait(lock, [&] { return help_stop_ || help_round_ != round; });
+    if (help_stop_) return;
+    round = help_round_;
+    if (index >= help_blocks_) continue;
+    const Job& job = *help_job_;
+    // Only the caller's thread may ask whether it was interrupted.
+    Watch watch = *help_watch_;
+    watch.interrupted = nullptr;
+    const int count = help_blocks_;
+    lock.unlock();
+    HostBlock block(watch, progress_[index], index, count);
+    kernels().run(block, view_, job);
+    lock.lock();
+    help_failures_[index] = block.failure();
+    if (--help_left_ == 0) help_done_.notify_all();
+  }
+}
+
+void HostCommunicator::locate(Call& call, const void* in, std::size_t bytes) {
+  const auto* begin = static_cast<const char*>(in);
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  auto after = allocations_.upper_bound(begin);
+  if (after == allocations_.begin()) return;
+  const auto& [base, entry] = *--after;
+  if (begin + bytes <= base + entry.first) call.segment = entry.second;
+}
+
+// Every rank decides from the same announcements, so all decide alike.
+void HostCommunicator::resolve(Job& job, const Call* calls) const {
+  const bool rooted = job.call.kind == Kind::broadcast;
+  for (int p = 0; p < view_.world(); ++p) {
+    if (rooted && p != job.call.root) continue;
+    if (view_.world() > 1 && calls[p].segment < 0) return;
+    job.peers[p] = p == view_.rank ? const_cast<void*>(job.in)
+                                   : remote_[p].at(calls[p].segment).data() + calls[p].offset;
+  }
+  job.direct = true;
+}
+
+void HostCommunicator::read_messages(int peer, std::uint32_t until) {
+  const auto deadline = Clock::now() + options_.timeout;
+  while (messages_read_[peer] != until) {
+    Descriptor fd;
+    const Message message = peers_.receive(peer, &fd, deadline);
+    ++messages_read_[peer];
+    if (message.type == Message::Type::map)
+      remote_[peer].emplace(message.id, Mapping(fd.get(), message.bytes));
+    else
+      remote_[peer].erase(message.id);
+  }
+}
+
+void HostCommunicator::tell_peers(const Message& message, int fd) {
+  const auto deadline = Clock::now() + options_.timeout;
+  for (int p = 0; p < view_.world(); ++p)
+    if (p != view_.rank) peers_.send(p, message, fd, deadline);
+  ++messages_sent_;
+}
+
+int HostCommunicator::add_segment(int fd, const void* base, std::size_t bytes) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  const int id = next_segment_++;
+  own_[id] = {static_cast<const char*>(base), bytes};
+  tell_peers({Message::Type::map, id, bytes}, fd);
+  return id;
+}
+
+void HostCommunicator::remove_segment(int id) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  if (own_.erase(id) != 0) removals_.push_back(id);
+}
+
+void HostCommunicator::add_allocation(int id, const void* base, std::size_t bytes) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  allocations_[static_cast<const char*>(base)] = {bytes, id};
+}
+
+void HostCommunicator::remove_allocation(const void* base) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  allocations_.erase(static_cast<const char*>(base));
+}
+
+void HostCommunicator::flush_removals() {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  for (const int id : removals_) tell_peers({Message::Type::unmap, id, 0}, -1);
+  removals_.clear();
+}
+
+void HostCommunicator::close(bool drain) {
+  if (forked()) return;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (closing_) return;
+    closing_ = true;
+    if (!drain) stop_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stop_ = true;
+    changed_.wait(lock, [this] { return !busy_; });
+    closed_ = true;
+    completion_.notify_all();
+  }
+  {
+    std::lock_guard<std::mutex> lock(help_mutex_);
+    help_stop_ = true;
+    help_wanted_.notify_all();
+  }
+  for (auto& helper : helpers_) helper.join();
+  if (!broken_)
+    for (int p = 0; p < view_.world(); ++p)
+      if (p != view_.rank && view_.area[p] != nullptr)
+        store_release(&view_.state(p, view_.rank).value, static_cast<std::uint32_t>(State::closed));
+  peers_.close();
+  for (auto& maps : remote_) maps.clear();
+  areas_.clear();
+}
+
+}  // namespace fastreduce

@@ -1,0 +1,250 @@
+// The host target: HostBlock runs the protocols on a thread, HostCommunicator owns what a
+// rank needs for that (control segment, peers, epoch, worker threads) and makes the calls.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bucket.h"
+#include "shared_memory.h"
+#include "signal.h"
+
+namespace fastreduce {
+
+// How long a wait polls before it yields its core, and yields before it sleeps.
+struct Patience {
+  std::chrono::nanoseconds spin{0};
+  std::chrono::nanoseconds yield{0};
+};
+
+// What a waiting block looks at beside its flag. A null `peers` watches nobody's life.
+struct Watch {
+  const View* view = nullptr;
+  const Peers* peers = nullptr;
+  const std::atomic<bool>* stop = nullptr;
+  const std::function<bool()>* interrupted = nullptr;
+  Patience patience;
+  Clock::duration timeout{};
+  Kind kind = Kind::barrier;
+  std::uint32_t epoch = 0;
+};
+
+class HostBlock {
+ public:
+  HostBlock(const Watch& watch, Progress& progress, int index, int count)
+      : watch_(watch), progress_(progress), index_(index), count_(count) {}
+
+  FR_FN int index() const { return index_; }
+  FR_FN int count() const { return count_; }
+  FR_FN int thread() const { return 0; }
+  FR_FN int threads() const { return 1; }
+  FR_FN bool all(bool value) const { return value; }
+  FR_FN Progress& progress() const { return progress_; }
+
+  FR_FN void signal(Flag& flag, std::uint32_t value) const {
+    store_ordered(&flag.value, value);
+    if (__builtin_expect(load_acquire(&flag.sleeping) != 0, 0)) wake(flag);
+  }
+  FR_FN bool wait(Flag& flag, std::uint32_t value, int peer, Phase phase) {
+    return reached(load_acquire(&flag.value), value) || wait_slowly(flag, value, peer, phase);
+  }
+
+  const FailureRecord& failure() const { return failure_; }
+
+ private:
+  static void wake(Flag& flag);
+  bool wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase phase);
+  // Why this wait cannot end well, if so.
+  Failure hopeless(int peer, Phase phase) const;
+
+  const Watch& watch_;
+  Progress& progress_;
+  FailureRecord failure_;
+  int index_;
+  int count_;
+};
+
+// One call, as the blocks of a rank run it.
+struct Job {
+  Call call;
+  std::uint32_t epoch = 0;
+  const void* in = nullptr;
+  void* out = nullptr;
+  bool direct = false;          // `peers` holds every rank's tensor, mapped here
+  void* peers[kMaxRanks] = {};  // a broadcast fills in its root's only
+};
+
+// What is compiled once per instruction set.
+struct Kernels {
+  const char* name;
+  bool (*run)(HostBlock&, const View&, const Job&);
+  void (*pack)(HostBlock&, DType tensor, DType flat, void* to, const Piece*, std::size_t, double);
+  void (*unpack)(HostBlock&, DType tensor, DType flat, const void* from, const Piece*, std::size_t,
+                 double);
+};
+
+// The best that this processor runs; FASTREDUCE_ISA names a lower one.
+const Kernels& kernels();
+
+FR_FN std::size_t item_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::float64:
+    case DType::int64:
+      return 8;
+    case DType::float32:
+    case DType::int32:
+      return 4;
+    case DType::float16:
+    case DType::bfloat16:
+      return 2;
+    case DType::uint8:
+      break;
+  }
+  return 1;
+}
+
+// A call that could not be completed.
+struct CallFailed {
+  FailureRecord record;
+  int rank;  // who reports it; record.rank is who found it
+};
+
+class HostCommunicator;
+
+// A call in the queue of the communication thread.
+class Work {
+ public:
+  bool done() const;
+  // False if `timeout` passed first or `interrupted` said so. Throws what the call threw.
+  bool wait(Clock::duration timeout, const std::function<bool()>& interrupted);
+
+ private:
+  friend class HostCommunicator;
+  void finish(std::exception_ptr error);
+
+  Call call_;
+  const void* in_ = nullptr;
+  void* out_ = nullptr;
+  std::int64_t notify_ = -1;
+  mutable std::mutex mutex_;
+  std::condition_variable finished_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+struct Options {
+  Clock::duration timeout = std::chrono::seconds(600);
+  Clock::duration connect_timeout = std::chrono::seconds(60);
+  int blocks = 1;                        // threads that move a large buffer
+  std::size_t slot_bytes = 256 << 10;    // the largest payload of a one-shot call
+  std::size_t stage_bytes = 1 << 20;     // staging per block
+  std::size_t block_bytes = 1 << 20;     // calls from here on use all blocks
+  Patience foreground;
+  Patience background;
+  std::uint32_t first_epoch = 0;
+};
+
+class HostCommunicator {
+ public:
+  HostCommunicator(const Listener& listener, int rank, const std::vector<std::string>& addresses,
+                   const std::string& token, const Options& options);
+  ~HostCommunicator();
+
+  // Runs a call on this thread, after all that are queued. `interrupted` is asked now and
+  // then while it waits.
+  void run(const Call& call, const void* in, void* out, const std::function<bool()>& interrupted);
+  // Queues a call for the communication thread. With notify >= 0, next_completed() reports it.
+  std::shared_ptr<Work> submit(const Call& call, const void* in, void* out, std::int64_t notify);
+  // The notify numbers of finished works, in order; empty once the communicator is closed.
+  std::vector<std::int64_t> next_completed();
+
+  // Makes [base, base + bytes), a mapping of `fd`, known to all peers; returns its id.
+  int add_segment(int fd, const void* base, std::size_t bytes);
+  void remove_segment(int id);
+  // The owned allocation that contains a range, as segment and offset; false if none does.
+  void add_allocation(int id, const void* base, std::size_t bytes);
+  void remove_allocation(const void* base);
+
+  // Finishes what is queued (or, without `drain`, gives it up), tells the peers, frees all.
+  void close(bool drain);
+  bool forked() const;
+  int rank() const { return view_.rank; }
+  int world() const { return view_.world(); }
+  std::size_t slot_bytes() const { return view_.layout.slot_bytes; }
+
+ private:
+  struct Own {
+    const char* base;
+    std::size_t bytes;
+  };
+
+  void execute(Call call, const void* in, void* out, const Watch& plan);
+  void perform(Job& job, const Call* calls, const Watch& watch);
+  bool run_blocks(const Job& job, const Watch& watch, int count, FailureRecord* failure);
+  void locate(Call& call, const void* in, std::size_t bytes);
+  void resolve(Job& job, const Call* calls) const;
+  void read_messages(int peer, std::uint32_t until);
+  void tell_peers(const Message& message, int fd);
+  void flush_removals();
+  void check_usable() const;
+  void announce(const FailureRecord& record);
+  [[noreturn]] void give_up(const FailureRecord& record);
+  Watch make_watch(const Patience& patience, const std::function<bool()>* interrupted) const;
+  void communicate();
+  void help(int block);
+
+  Options options_;
+  unsigned born_;
+  View view_;
+  std::vector<Mapping> areas_;
+  Peers peers_;
+  std::uint32_t epoch_;
+  std::vector<Progress> progress_;
+
+  // Segments.
+  std::mutex control_mutex_;
+  int next_segment_ = 0;
+  std::uint32_t messages_sent_ = 0;
+  std::map<int, Own> own_;
+  std::map<const char*, std::pair<std::size_t, int>> allocations_;
+  std::vector<int> removals_;
+  std::vector<std::map<int, Mapping>> remote_;
+  std::vector<std::uint32_t> messages_read_;
+
+  // Calls: one at a time, in order, by the caller or by the communication thread.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool busy_ = false;
+  bool closing_ = false;
+  bool closed_ = false;
+  std::deque<std::shared_ptr<Work>> queue_;
+  std::thread thread_;
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> broken_{false};
+  FailureRecord why_;
+  std::deque<std::int64_t> completed_;
+  std::condition_variable completion_;
+
+  // Helper threads for blocks 1 and up.
+  std::vector<std::thread> helpers_;
+  std::mutex help_mutex_;
+  std::condition_variable help_wanted_;
+  std::condition_variable help_done_;
+  std::uint64_t help_round_ = 0;
+  int help_blocks_ = 0;
+  int help_left_ = 0;
+  bool help_stop_ = false;
+  const Job* help_job_ = nullptr;
+  const Watch* help_watch_ = nullptr;
+  std::vector<FailureRecord> help_failures_;
+};
+
+}  // namespace fastreduce

@@ -1,0 +1,96 @@
+// Memory that ranks share, and the sockets that bring its file descriptors from one to the
+// other. Segments are anonymous (memfd): they have no name, go away with the last process
+// that maps them, and are limited by memory, not by the size of /dev/shm.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace fastreduce {
+
+// A file descriptor that closes itself.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor();
+  int get() const { return fd_; }
+  int release();
+
+ private:
+  int fd_ = -1;
+};
+
+// A shared mapping. Moves, never copies; unmaps at the end.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(int fd, std::size_t bytes);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+  char* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  char* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// An anonymous segment of zeros that nobody can shrink under a peer. Its memory is reserved
+// here, so that a lack of it is an error now and not a SIGBUS at some later store.
+Descriptor create_segment(std::size_t bytes);
+
+// What a rank tells a peer beside the calls: a segment to map (with its descriptor), one to
+// unmap.
+struct Message {
+  enum class Type : std::uint32_t { hello, control, process, map, unmap };
+  Type type = Type::hello;
+  std::int32_t id = -1;
+  std::uint64_t bytes = 0;
+};
+
+using Clock = std::chrono::steady_clock;
+
+// Where a rank can be reached while a group forms: an abstract socket of this network
+// namespace. Only processes of the same user that know the group's token get through.
+class Listener {
+ public:
+  Listener();
+  const std::string& address() const { return address_; }
+  int fd() const { return socket_.get(); }
+
+ private:
+  Descriptor socket_;
+  std::string address_;
+};
+
+// A socket to every peer, and a handle on every peer's process.
+class Peers {
+ public:
+  Peers() = default;
+  // Connects to all lower ranks and accepts all higher ones.
+  Peers(const Listener& listener, int rank, const std::vector<std::string>& addresses,
+        const std::string& token, Clock::time_point deadline);
+
+  void send(int peer, const Message& message, int fd, Clock::time_point deadline) const;
+  Message receive(int peer, Descriptor* fd, Clock::time_point deadline) const;
+
+  void watch(int peer, Descriptor process) { processes_[peer] = std::move(process); }
+  // Has the peer's process ended? By its pidfd; where the kernel has none, by its socket.
+  bool lost(int peer) const;
+  void close();
+
+ private:
+  std::vector<Descriptor> sockets_;
+  std::vector<Descriptor> processes_;
+};
+
+// A handle on this process that peers can poll; -1 where the kernel has none.
+Descriptor open_own_process();
+
+}  // namespace fastreduce

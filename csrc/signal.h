@@ -1,0 +1,218 @@
+// The words that ranks share: who has announced which call, who has come how far, who has
+// given up. Every rank owns one Area that its peers map and write; a rank polls only its own.
+//
+// A Block is the group of threads that runs a protocol on its target:
+//   int index(), count()            which block of the rank this is, of how many
+//   int thread(), threads()         which thread of the block this is, of how many
+//   bool all(bool)                  barrier of the block's threads; true if all said true
+//   Progress& progress()            counters of this block, kept across calls
+//   void signal(Flag&, value)       release-store a flag in a peer's area, wake its sleeper
+//   bool wait(Flag&, value, peer, phase)   until the flag has reached value; false: given up
+#pragma once
+
+#include "schedule.h"
+#include "target.h"
+
+namespace fastreduce {
+
+enum class Kind : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, barrier };
+enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8 };
+enum class Op : std::uint8_t { sum, mean, min, max };
+enum class Algorithm : std::uint8_t { one_shot, two_shot, ring };
+enum class Phase : std::uint8_t { enter, fill, reduce, gather, exit };
+
+// What a rank says about a call before anyone touches memory. The first row must be the same
+// on all ranks; the rest tells where the tensor lies.
+struct Call {
+  Kind kind = Kind::barrier;
+  DType dtype = DType::float32;
+  Op op = Op::sum;
+  Algorithm algorithm = Algorithm::one_shot;
+  std::int32_t root = 0;
+  std::uint64_t count = 0;  // elements of a rank's smaller tensor
+  double scale = 1.0;
+
+  std::int32_t segment = -1;  // the caller's segment that holds it, or none
+  std::uint32_t messages = 0;  // control messages sent to peers before this call
+  std::uint64_t offset = 0;    // bytes into the segment
+};
+
+// One writer, one waiter. The waiter sets `sleeping` before it sleeps on `value`.
+struct Flag {
+  std::uint32_t value;
+  std::uint32_t sleeping;
+};
+
+struct alignas(kLineBytes) Line {
+  Flag flag;
+};
+
+// The flag counts epochs and is stored last: who sees it sees the call. Both share a cache
+// line, so that one transfer brings both.
+struct alignas(kLineBytes) Announcement {
+  Flag flag;
+  Call call;
+};
+static_assert(sizeof(Flag) + sizeof(Call) <= 64, "an announcement is one cache line");
+
+// How far a block of this rank has come. Every counter has its flags in the peers' areas.
+struct Progress {
+  std::uint32_t steps = 0;     // barriers and pipeline steps completed, told to all peers
+  std::uint32_t sent = 0;      // slots filled at the next neighbour
+  std::uint32_t received = 0;  // slots emptied for the previous neighbour
+};
+
+enum class State : std::uint32_t { open, closed, failed };
+
+enum class Failure : std::uint32_t {
+  none,
+  mismatch,     // ranks make different calls
+  lost,         // a peer's process has ended
+  closed,       // a peer closed its communicator, or this rank did
+  timeout,      // the deadline passed
+  interrupted,  // a signal handler of this rank raised
+  broken        // this rank could not go on: no memory, no descriptor ...
+};
+
+// What ranks can disagree on, in the order in which they are compared.
+enum class Field : std::uint32_t { none, kind, dtype, op, algorithm, root, count, scale };
+
+// Why a rank gave up: while waiting for `peer` it expected a counter and saw another. For a
+// mismatch: the field, rank 0's value as expected, the first differing peer's as seen.
+struct FailureRecord {
+  Failure failure = Failure::none;
+  Field field = Field::none;
+  Kind kind = Kind::barrier;
+  Phase phase = Phase::enter;
+  bool written = false;  // the call's output may have been written in part
+  std::int32_t rank = -1;
+  std::int32_t peer = -1;
+  std::uint32_t epoch = 0;
+  std::uint64_t expected = 0;
+  std::uint64_t seen = 0;
+};
+
+// Head of a rank's control segment; its lines and staging follow (see Layout).
+struct alignas(kLineBytes) Head {
+  FailureRecord failure;  // why this rank gave up; written before its peers' state words
+};
+
+// Where things lie in every rank's control segment: the same on all ranks of a group.
+struct Layout {
+  int world = 1;
+  int blocks = 1;
+  std::size_t slot_bytes = 0;   // one-shot payload, twice: parity of the epoch
+  std::size_t stage_bytes = 0;  // staging of one block for piecewise protocols
+
+  FR_FN std::size_t announcements() const { return sizeof(Head); }
+  FR_FN std::size_t states() const {
+    return announcements() + 2 * static_cast<std::size_t>(world) * sizeof(Announcement);
+  }
+  FR_FN std::size_t lines() const {
+    return states() + static_cast<std::size_t>(world) * sizeof(Line);
+  }
+  FR_FN std::size_t slots() const {
+    const std::size_t end = lines() + 3 * static_cast<std::size_t>(blocks) * world * sizeof(Line);
+    return (end + 4095) / 4096 * 4096;
+  }
+  FR_FN std::size_t stages() const { return slots() + 2 * slot_bytes; }
+  FR_FN std::size_t bytes() const { return stages() + blocks * stage_bytes; }
+};
+
+// A rank's view of its group: every rank's control segment, as mapped here.
+struct View {
+  Layout layout;
+  int rank = 0;
+  char* area[kMaxRanks] = {};
+
+  FR_FN int world() const { return layout.world; }
+  FR_FN FailureRecord& failure(int owner) const {
+    return reinterpret_cast<Head*>(area[owner])->failure;
+  }
+  FR_FN Announcement& announcement(int owner, int writer, std::uint32_t epoch) const {
+    auto* first = reinterpret_cast<Announcement*>(area[owner] + layout.announcements());
+    return first[(epoch & 1) * layout.world + writer];
+  }
+  // What `writer` says of itself: open, closed, failed.
+  FR_FN Flag& state(int owner, int writer) const {
+    return reinterpret_cast<Line*>(area[owner] + layout.states())[writer].flag;
+  }
+  // How many steps `writer`'s block has completed.
+  FR_FN Flag& step(int owner, int block, int writer) const { return line(owner, 0, block, writer); }
+  // How many slots of `owner`'s block its previous neighbour has filled.
+  FR_FN Flag& tail(int owner, int block, int writer) const { return line(owner, 1, block, writer); }
+  // How many of the slots that `owner`'s block has filled its next neighbour has emptied.
+  FR_FN Flag& head(int owner, int block, int writer) const { return line(owner, 2, block, writer); }
+  FR_FN char* slot(int owner, std::uint32_t epoch) const {
+    return area[owner] + layout.slots() + (epoch & 1) * layout.slot_bytes;
+  }
+  FR_FN char* stage(int owner, int block) const {
+    return area[owner] + layout.stages() + block * layout.stage_bytes;
+  }
+
+ private:
+  FR_FN Flag& line(int owner, int kind, int block, int writer) const {
+    auto* first = reinterpret_cast<Line*>(area[owner] + layout.lines());
+    return first[(kind * layout.blocks + block) * layout.world + writer].flag;
+  }
+};
+
+inline namespace FR_ISA {
+
+// Opens a call: everybody learns what everybody calls. On return every rank has announced
+// `epoch`, so every rank has completed the call before it, and `calls` holds what they said.
+//
+// Two parities suffice: a rank announces epoch e + 2 only after it has seen every peer's
+// e + 1, and a peer announces e + 1 only after it has read e.
+template <class Block>
+bool enter(Block& block, const View& view, std::uint32_t epoch, const Call& mine, Call* calls) {
+  const int world = view.world();
+  for (int p = block.thread(); p < world; p += block.threads()) {
+    if (p == view.rank) continue;
+    Announcement& there = view.announcement(p, view.rank, epoch);
+    there.call = mine;
+    block.signal(there.flag, epoch);
+  }
+  bool seen = true;
+  for (int p = block.thread(); p < world && seen; p += block.threads()) {
+    if (p == view.rank) {
+      calls[p] = mine;
+      continue;
+    }
+    Announcement& here = view.announcement(view.rank, p, epoch);
+    seen = block.wait(here.flag, epoch, p, Phase::enter);
+    if (seen) calls[p] = here.call;
+  }
+  return block.all(seen);
+}
+
+// Tells every peer that this block has completed one more step.
+template <class Block>
+void advance(Block& block, const View& view) {
+  block.all(true);
+  const std::uint32_t done = block.progress().steps + 1;
+  for (int p = block.thread(); p < view.world(); p += block.threads())
+    if (p != view.rank) block.signal(view.step(p, block.index(), view.rank), done);
+  block.all(true);
+  if (block.thread() == 0) block.progress().steps = done;
+}
+
+// Waits until the same block of every peer has completed all but `lag` of our own steps.
+template <class Block>
+bool await(Block& block, const View& view, std::uint32_t lag, Phase phase) {
+  block.all(true);
+  const std::uint32_t target = block.progress().steps - lag;
+  bool seen = true;
+  for (int p = block.thread(); p < view.world() && seen; p += block.threads())
+    if (p != view.rank) seen = block.wait(view.step(view.rank, block.index(), p), target, p, phase);
+  return block.all(seen);
+}
+
+template <class Block>
+bool barrier(Block& block, const View& view, Phase phase) {
+  advance(block, view);
+  return await(block, view, 0, phase);
+}
+
+}  // namespace FR_ISA
+}  // namespace fastreduce

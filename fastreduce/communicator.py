@@ -1,0 +1,603 @@
+"""Communicator: the ranks of a process group, and what they share."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import threading
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from fastreduce import _C, errors, policy
+from fastreduce.memory import NOT_SHARED, SharedTensors
+from fastreduce.process_group import ProcessGroupTransport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("fastreduce")
+
+Op = Literal["sum", "mean", "min", "max"]
+Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
+
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _BARRIER = range(len(errors.KINDS))
+_DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
+_OPS = {name: number for number, name in enumerate(errors.OPS)}
+_ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
+_ONE_SHOT, _TWO_SHOT = _ALGORITHMS["one_shot"], _ALGORITHMS["two_shot"]
+_BYTES = _DTYPES[torch.uint8]
+
+# How long the ranks of a host may take to find each other once all have entered the constructor.
+_CONNECT_SECONDS = 60.0
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class Work(Protocol):
+    """An asynchronous call."""
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        """Blocks until the call has completed; raises what it raised. ``timeout`` in seconds:
+        TimeoutError once it has passed, the call goes on."""
+
+    def is_completed(self) -> bool:
+        """Whether wait() would return, or raise, at once."""
+
+
+class _HostWork:
+    def __init__(self, work: Any, tensors: tuple[Tensor, ...]) -> None:
+        self._work = work
+        self._tensors = tensors  # alive as long as the communication thread may touch them
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        limit = timedelta(days=365) if timeout is None else _as_timedelta(timeout)
+        if not self._work.wait(limit):
+            raise TimeoutError(f"the call has not completed after {limit.total_seconds()} s")
+
+    def is_completed(self) -> bool:
+        done: bool = self._work.done()
+        return done
+
+
+class _Completed:
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class _Host:
+    """What a rank tells the others before they try to share memory."""
+
+    boot: str
+    network: str
+    address: bytes
+    cores: frozenset[int]
+    threads: int
+    token: bytes
+
+
+class Communicator:
+    """All-reduce and its relatives among the ranks of a ``torch.distributed`` group.
+
+    Where all ranks can share memory (one host, one network namespace, one user), the calls run
+    in this library's kernels over shared memory; elsewhere through the group's own backend,
+    and the log says why. Creating one is collective: all ranks of the group, and only they,
+    call the constructor. Calls are collective too, and every rank makes them in the same
+    order. Several communicators, of any groups, can exist at once.
+
+    Sums run over a fixed binary tree of ranks, in float32 for 16-bit types, rounded once: the
+    same bits on every rank, for every size, for ``one_shot`` and ``two_shot``. ``ring`` sums in
+    ring order, the process group in its own. Integers wrap; their mean truncates towards zero.
+    Which NaN comes out, where there is one, is not specified.
+
+    Args:
+        group: a process group of which this process is a member; None for the default group.
+        timeout: seconds (or a timedelta) that any one wait for a peer may take.
+        threads: threads with which this rank moves large buffers, 1 to 16. By default the
+            rank's share of the host's cores; the smallest value of any rank counts.
+        deterministic: refuse what cannot promise the order of summation (``ring``, the process
+            group). ``torch.use_deterministic_algorithms(True)`` does the same.
+
+    Raises:
+        ValueError: this process is no member of ``group``, or an argument is out of range.
+        RuntimeError: ``deterministic`` was asked for and the ranks cannot share memory.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        timeout: float | timedelta = 600.0,
+        *,
+        threads: int | None = None,
+        deterministic: bool = False,
+        _first_epoch: int = 0,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialised: call init_process_group first")
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the group")
+        if threads is not None and not 1 <= threads <= _C.MAX_BLOCKS:
+            raise ValueError(f"threads: expected 1 to {_C.MAX_BLOCKS}, got {threads}")
+        self.timeout = _as_timedelta(timeout)
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"timeout: expected more than 0 s, got {timeout}")
+        self.deterministic = deterministic
+        self._group = ProcessGroupTransport(group)
+        self._core, reason = self._share_memory(threads, _first_epoch)
+        self._closed = False
+        self._said: set[str] = set()
+        self._futures: dict[int, tuple[Future[Tensor], Tensor, Any]] = {}
+        self._notifier: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._next_future = 0
+        if self._core is None:
+            if deterministic:
+                raise RuntimeError(
+                    f"deterministic=True: rank {self.rank} would use the process group, which "
+                    f"does not promise an order of summation, because {reason}"
+                )
+            self._say(f"using the process group, because {reason}")
+        else:
+            self._shared = SharedTensors(self._core, self.world_size)
+            self._slot_bytes: int = self._core.slot_bytes
+        _open.add(self)
+
+    # -- rendezvous ---------------------------------------------------------------------------
+
+    def _share_memory(
+        self, threads: int | None, first_epoch: int
+    ) -> tuple[_C.HostCommunicator | None, str]:
+        """The shared-memory core, or None and the reason, the same on all ranks."""
+        listener = _C.Listener()
+        cores = frozenset(os.sched_getaffinity(0))
+        here = _Host(
+            boot=_read("/proc/sys/kernel/random/boot_id"),
+            network=os.readlink("/proc/self/ns/net"),
+            address=listener.address,
+            cores=cores,
+            threads=threads or _C.MAX_BLOCKS,
+            token=secrets.token_hex(16).encode(),
+        )
+        hosts: list[_Host] = self._group.all_gather_object(here)
+        for rank, host in enumerate(hosts):
+            if host.boot != hosts[0].boot:
+                return None, f"rank {rank} runs on another host than rank 0"
+            if host.network != hosts[0].network:
+                return None, f"rank {rank} runs in another network namespace than rank 0"
+        if self.world_size > _C.MAX_RANKS:
+            return None, f"there are {self.world_size} ranks, more than {_C.MAX_RANKS}"
+
+        topology = policy.Topology(
+            shared_memory=True,
+            cores=len(frozenset().union(*(host.cores for host in hosts))),
+            ranks=self.world_size,
+        )
+        foreground = policy.patience(topology, background=False)
+        background = policy.patience(topology, background=True)
+        core: _C.HostCommunicator | None = None
+        problem = ""
+        try:
+            core = _C.HostCommunicator(
+                listener,
+                self.rank,
+                [host.address for host in hosts],
+                hosts[0].token,
+                timeout=self.timeout,
+                connect_timeout=min(self.timeout, timedelta(seconds=_CONNECT_SECONDS)),
+                blocks=min(
+                    policy.threads_per_rank(topology, _C.MAX_BLOCKS)
+                    if threads is None
+                    else threads,
+                    *(host.threads for host in hosts),
+                ),
+                slot_bytes=policy.SLOT_BYTES,
+                stage_bytes=policy.STAGE_BYTES,
+                block_bytes=policy.THREADED_BYTES,
+                foreground_ns=(foreground.spin_ns, foreground.yield_ns),
+                background_ns=(background.spin_ns, background.yield_ns),
+                first_epoch=first_epoch,
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            problem = f"rank {self.rank} could not share memory: {error}"
+        problems: list[str] = self._group.all_gather_object(problem)
+        first = next((p for p in problems if p), "")
+        if not first:
+            self.topology = topology
+            return core, ""
+        if core is not None:
+            core.close(drain=False)
+        return None, first
+
+    # -- collectives --------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Op = "mean",
+        algorithm: Algorithm = "auto",
+        async_op: bool = False,
+        *,
+        scale: float = 1.0,
+    ) -> Work | None:
+        """Replaces ``tensor``, in place, by the reduction over all ranks.
+
+        Args:
+            tensor: any shape, the same on all ranks; float32, float64, float16, bfloat16, int32,
+                int64 or uint8. Zero-copy if it lies in shared memory on every rank (see
+                :meth:`empty`), staged otherwise.
+            op: ``mean`` is sum x (1/N), in the accumulator, before the one rounding.
+            algorithm: ``one_shot`` up to 256 KiB, ``two_shot``, ``ring``, or the fastest.
+            async_op: return a :class:`Work` at once and run on the communication thread. The
+                tensor must be contiguous and must not be touched before ``wait()`` returns.
+            scale: factor on every rank's input, applied in the accumulator (floating types).
+
+        Raises:
+            ValueError, TypeError: an argument is not allowed; nothing was sent.
+            CommunicatorError: see :mod:`fastreduce.errors`.
+        """
+        dtype = _DTYPES.get(tensor.dtype)
+        opcode = _OPS.get(op)
+        core = self._core
+        if dtype is None or opcode is None or core is None or not tensor.is_cpu:
+            return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale)
+        if not tensor.is_contiguous():
+            return self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
+        if scale != 1.0 and not tensor.is_floating_point():
+            raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
+        nbytes = tensor.nbytes
+        code = self._algorithm(algorithm, nbytes)
+        segment = NOT_SHARED
+        if code == _TWO_SHOT and nbytes:
+            segment = self._shared.segment_of(tensor, move=False)
+        at = tensor.data_ptr()
+        call = (_ALL_REDUCE, at, at, tensor.numel(), dtype, opcode, code, 0, scale, segment)
+        if async_op:
+            return _HostWork(core.submit(*call, -1), (tensor,))
+        core.run(*call)
+        return None
+
+    def all_reduce_future(
+        self, tensor: Tensor, op: Op = "mean", *, scale: float = 1.0
+    ) -> Future[Tensor]:
+        """An all-reduce on the communication thread whose end is a torch Future of ``tensor``.
+
+        Made for buffers that live long, such as DDP's buckets: a tensor in private memory is
+        moved into shared memory, in place, if that can be done. Never raises: errors, of the
+        arguments too, travel through the Future.
+
+        Args:
+            tensor: contiguous; as for :meth:`all_reduce`.
+        """
+        future: Future[Tensor] = Future()
+        try:
+            self._submit_future(future, tensor, op, scale)
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _submit_future(self, future: Future[Tensor], tensor: Tensor, op: Op, scale: float) -> None:
+        core = self._core
+        if core is None or not tensor.is_cpu:
+            self._refuse_if_deterministic("the process group")
+            self._group.all_reduce_future(future, tensor, op, scale)
+            return
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            raise ValueError("tensor: expected a dense contiguous tensor")
+        dtype = _number("dtype", _DTYPES, tensor.dtype)
+        opcode = _number("op", _OPS, op)
+        code = self._algorithm("auto", tensor.nbytes)
+        segment = NOT_SHARED
+        if code == _TWO_SHOT:
+            segment = self._shared.segment_of(tensor, move=True)
+        with self._lock:
+            number = self._next_future
+            self._next_future += 1
+            if self._notifier is None:
+                self._notifier = threading.Thread(
+                    target=_notify,
+                    args=(core, self._futures),
+                    name="fastreduce-futures",
+                    daemon=True,
+                )
+                self._notifier.start()
+        at = tensor.data_ptr()
+        slot: list[Any] = []
+        self._futures[number] = (future, tensor, slot)
+        call = (_ALL_REDUCE, at, at, tensor.numel(), dtype, opcode, code, 0, scale, segment)
+        try:
+            slot.append(core.submit(*call, number))
+        except BaseException:
+            del self._futures[number]
+            raise
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Op = "mean",
+        async_op: bool = False,
+        *,
+        scale: float = 1.0,
+    ) -> Work | None:
+        """``output`` becomes the rank's part of the reduction over all ranks' ``input``.
+
+        Args:
+            output: contiguous, ``input.numel() / world_size`` elements, same dtype. May be the
+                rank's own part of ``input``, otherwise they must not overlap.
+            input: contiguous, ``world_size`` equal parts in rank order.
+            op, async_op, scale: as for :meth:`all_reduce`.
+        """
+        _check_pair("input", input, "output", output, self.world_size)
+        dtype = _number("dtype", _DTYPES, output.dtype)
+        opcode = _number("op", _OPS, op)
+        if scale != 1.0 and not output.is_floating_point():
+            raise ValueError(f"scale: expected 1.0 for {output.dtype}, got {scale}")
+        self._check_overlap(whole=input, part=output)
+        if self._core is None or not output.is_cpu:
+            self._refuse_if_deterministic("the process group")
+            return self._group.reduce_scatter(output, input, op, async_op, scale)
+        return self._call(
+            _REDUCE_SCATTER, input, output, output.numel(), dtype, opcode, 0, scale, async_op
+        )
+
+    def all_gather(self, output: Tensor, input: Tensor, async_op: bool = False) -> Work | None:
+        """``output`` becomes all ranks' ``input``, in rank order.
+
+        Args:
+            output: contiguous, ``world_size * input.numel()`` elements, same dtype.
+            input: contiguous; may be the rank's own part of ``output``, otherwise they must not
+                overlap.
+        """
+        _check_pair("output", output, "input", input, self.world_size)
+        self._check_overlap(whole=output, part=input)
+        if self._core is None or not input.is_cpu:
+            return self._group.all_gather(output, input, async_op)
+        return self._call(
+            _ALL_GATHER, input, output, input.nbytes, _BYTES, _OPS["sum"], 0, 1.0, async_op
+        )
+
+    def broadcast(self, tensor: Tensor, root: int = 0, async_op: bool = False) -> Work | None:
+        """``tensor`` becomes what it is on rank ``root`` (a rank of the group).
+
+        Args:
+            tensor: contiguous, the same number of bytes on all ranks, any dtype.
+        """
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"root: expected 0 to {self.world_size - 1}, got {root}")
+        _check_dense("tensor", tensor)
+        if self._core is None or not tensor.is_cpu:
+            return self._group.broadcast(tensor, root, async_op)
+        return self._call(
+            _BROADCAST, tensor, tensor, tensor.nbytes, _BYTES, _OPS["sum"], root, 1.0, async_op
+        )
+
+    def barrier(self, async_op: bool = False) -> Work | None:
+        """Returns on no rank before all ranks have called it."""
+        if self._core is None:
+            return self._group.barrier(async_op)
+        call = (_BARRIER, 0, 0, 0, _BYTES, _OPS["sum"], _ONE_SHOT, 0, 1.0, NOT_SHARED)
+        if async_op:
+            return _HostWork(self._core.submit(*call, -1), ())
+        self._core.run(*call)
+        return None
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor in memory that the peers can map: calls on it are zero-copy.
+
+        Not collective; works without /dev/shm. The memory is reserved here and given back when
+        the tensor and its views are gone.
+
+        Raises:
+            OSError: there is not that much memory.
+        """
+        dtype = dtype or torch.get_default_dtype()
+        count = torch.Size(shape).numel()
+        if self._core is None or count == 0:
+            return torch.empty(shape, dtype=dtype)
+        memory = _C.Allocation(self._core, count * dtype.itemsize)
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+    # -- lifetime -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Completes what has been submitted, tells the peers, frees all. Later calls raise."""
+        self._close(drain=True)
+
+    def _close(self, *, drain: bool) -> None:
+        if self._closed or (self._core is not None and self._core.forked):
+            return
+        self._closed = True
+        _open.discard(self)
+        if self._core is not None:
+            self._core.close(drain=drain)
+        if self._notifier is not None and self._notifier is not threading.current_thread():
+            self._notifier.join()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Peers may not come any more if this rank leaves because of an error.
+        self._close(drain=kind is None)
+
+    def __repr__(self) -> str:
+        path = "process group" if self._core is None else "shared memory"
+        return f"<Communicator rank {self.rank} of {self.world_size} over {path}>"
+
+    # -- the less travelled ways --------------------------------------------------------------
+
+    def _call(
+        self,
+        kind: int,
+        input: Tensor,
+        output: Tensor,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        scale: float,
+        async_op: bool,
+    ) -> Work | None:
+        core = self._core
+        assert core is not None
+        nbytes = input.nbytes
+        segment = NOT_SHARED
+        algorithm = _ONE_SHOT
+        if nbytes > policy.one_shot_limit(self.world_size):
+            algorithm = _TWO_SHOT
+            segment = self._shared.segment_of(input, move=False)
+        call = (
+            kind,
+            input.data_ptr(),
+            output.data_ptr(),
+            count,
+            dtype,
+            op,
+            algorithm,
+            root,
+            scale,
+            segment,
+        )
+        if async_op:
+            return _HostWork(core.submit(*call, -1), (input, output))
+        core.run(*call)
+        return None
+
+    def _algorithm(self, name: str, nbytes: int) -> int:
+        if name == "auto":
+            name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
+        code = _number("algorithm", _ALGORITHMS, name)
+        if code == _ONE_SHOT and nbytes > self._slot_bytes:
+            raise ValueError(f"one_shot: expected at most {self._slot_bytes} bytes, got {nbytes}")
+        if name == "ring":
+            self._refuse_if_deterministic("ring")
+        return code
+
+    def _refuse_if_deterministic(self, what: str) -> None:
+        if self.deterministic or torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(f"deterministic: {what} does not promise an order of summation")
+
+    def _all_reduce_elsewhere(
+        self, tensor: Tensor, op: Op, algorithm: str, async_op: bool, scale: float
+    ) -> Work | None:
+        """Errors of the arguments, and tensors or groups that do not share memory."""
+        _number("dtype", _DTYPES, tensor.dtype)
+        _number("op", _OPS, op)
+        if algorithm != "auto":
+            _number("algorithm", _ALGORITHMS, algorithm)
+            raise ValueError(
+                f'algorithm: expected "auto" where memory is not shared, got "{algorithm}"'
+            )
+        if scale != 1.0 and not tensor.is_floating_point():
+            raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
+        if self._core is not None:
+            self._say(f"tensors on {tensor.device.type} go through the process group")
+        self._refuse_if_deterministic("the process group")
+        return self._group.all_reduce(tensor, op, async_op, scale)
+
+    def _all_reduce_strided(
+        self, tensor: Tensor, op: Op, algorithm: Algorithm, async_op: bool, scale: float
+    ) -> None:
+        """Through a contiguous copy: the ranks' strides need not be alike."""
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"tensor: expected layout torch.strided, got {tensor.layout}")
+        if async_op:
+            raise ValueError("tensor: expected a contiguous one for async_op=True")
+        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError("tensor: expected one without overlapping elements (an expanded one?)")
+        copy = tensor.detach().contiguous()
+        self.all_reduce(copy, op, algorithm, scale=scale)
+        tensor.detach().copy_(copy)
+
+    def _check_overlap(self, *, whole: Tensor, part: Tensor) -> None:
+        begin, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+        at = part.data_ptr()
+        own = begin + self.rank * part.nbytes
+        if at != own and at < end and begin < at + part.nbytes:
+            raise ValueError("input and output overlap, and not as the rank's own part")
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("rank %d: %s", self.rank, what)
+
+
+def _notify(core: Any, futures: dict[int, tuple[Future[Tensor], Tensor, Any]]) -> None:
+    """Completes Futures as their calls end, beside the communication thread, which therefore
+    never waits for the interpreter. Ends when the communicator has been closed."""
+    while numbers := core.next_completed():
+        for number in numbers:
+            future, tensor, slot = futures.pop(number)
+            try:
+                slot[0].wait(timedelta(0))
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(tensor)
+
+
+def _number(what: str, table: dict[Any, int], key: Any) -> int:
+    number = table.get(key)
+    if number is None:
+        allowed = ", ".join(str(k) for k in table)
+        kind = TypeError if what == "dtype" else ValueError
+        raise kind(f"{what}: expected one of {allowed}, got {key}")
+    return number
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a dense contiguous tensor")
+
+
+def _check_pair(
+    whole_name: str, whole: Tensor, part_name: str, part: Tensor, world_size: int
+) -> None:
+    _check_dense(whole_name, whole)
+    _check_dense(part_name, part)
+    if whole.dtype != part.dtype or whole.device != part.device:
+        raise ValueError(
+            f"{whole_name} and {part_name}: expected one dtype and device, got {whole.dtype} on "
+            f"{whole.device} and {part.dtype} on {part.device}"
+        )
+    if whole.numel() != world_size * part.numel():
+        raise ValueError(
+            f"{whole_name}: expected {world_size} times the {part.numel()} elements of "
+            f"{part_name}, got {whole.numel()}"
+        )
+
+
+def _as_timedelta(seconds: float | timedelta) -> timedelta:
+    return seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read().strip()
+
+
+@atexit.register
+def _close_all() -> None:
+    for communicator in list(_open):
+        communicator._close(drain=False)

@@ -1,0 +1,121 @@
+"""What a communicator raises, and how the kernels' failure record becomes words."""
+
+from __future__ import annotations
+
+import struct
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+OPS = ("sum", "mean", "min", "max")
+ALGORITHMS = ("one_shot", "two_shot", "ring")
+PHASES = ("enter", "fill", "reduce", "gather", "exit")
+
+# csrc/signal.h: Failure and Field, in order.
+_FAILURES = ("none", "mismatch", "lost", "closed", "timeout", "interrupted", "broken")
+_FIELDS = ("none", "kind", "dtype", "op", "algorithm", "root", "numel", "scale")
+
+
+class CommunicatorError(RuntimeError):
+    """A collective call could not be completed. The communicator refuses further work.
+
+    Attributes:
+        rank: the rank that raises this.
+        found_by: the rank that gave up first; -1 where all ranks found it alike.
+        peer: the rank that was waited for, or that differs.
+        phase: where in the call: ``enter`` (nobody has written anything yet), ``reduce``,
+            ``gather`` or ``exit``.
+        epoch: number of the call within the communicator.
+        expected, seen: counter value (or, for a mismatch, rank 0's and the peer's value).
+        intact: True if the call's tensors hold what they held before.
+    """
+
+    rank: int
+    found_by: int
+    peer: int
+    phase: str
+    epoch: int
+    expected: object
+    seen: object
+    intact: bool
+
+
+class MismatchError(CommunicatorError):
+    """Ranks made different calls: another collective, shape, dtype, op, root or scale."""
+
+
+class PeerLostError(CommunicatorError):
+    """A peer's process has ended."""
+
+
+class PeerClosedError(CommunicatorError):
+    """A peer, or this rank itself, closed its communicator while the call needed it."""
+
+
+class CommunicatorTimeoutError(CommunicatorError, TimeoutError):
+    """A peer did not come in time: it is stopped, busy, or never made the call."""
+
+
+_CLASSES: dict[str, type[CommunicatorError]] = {
+    "mismatch": MismatchError,
+    "lost": PeerLostError,
+    "closed": PeerClosedError,
+    "timeout": CommunicatorTimeoutError,
+}
+
+
+def _value(field: str, raw: int) -> object:
+    names = {"kind": KINDS, "dtype": DTYPES, "op": OPS, "algorithm": ALGORITHMS}.get(field)
+    if names is not None:
+        return names[raw]
+    if field == "scale":
+        return struct.unpack("d", struct.pack("Q", raw))[0]
+    return raw
+
+
+def from_record(
+    rank: int,
+    failure: int,
+    field: int,
+    kind: int,
+    phase: int,
+    written: bool,
+    found_by: int,
+    peer: int,
+    epoch: int,
+    expected: int,
+    seen: int,
+) -> CommunicatorError:
+    """The exception for a failure record of csrc/signal.h, as ``rank`` reports it."""
+    reason = _FAILURES[failure]
+    call = KINDS[kind]
+    where = f"{call}, phase {PHASES[phase]}, epoch {epoch}"
+    counters: tuple[object, object] = (expected, seen)
+    if reason == "mismatch":
+        name = _FIELDS[field]
+        counters = (_value(name, expected), _value(name, seen))
+        what = (
+            f"ranks disagree in call {epoch} of this communicator: rank 0 has {name} "
+            f"{counters[0]}, rank {peer} has {name} {counters[1]}"
+        )
+    else:
+        what = {
+            "lost": f"the process of rank {peer} has ended",
+            "closed": f"rank {peer} closed its communicator",
+            "timeout": f"rank {peer} did not arrive before the timeout",
+            "interrupted": f"rank {found_by} was interrupted while it waited for rank {peer}",
+            "broken": f"rank {found_by} failed inside the call",
+        }[reason]
+        if reason == "closed" and found_by == rank:
+            what = f"rank {peer} or this rank closed its communicator"
+        finder = "" if found_by == rank else f"rank {found_by} gave up: "
+        what = f"{finder}{what} ({where}: expected {expected}, seen {seen})"
+    state = "may be written in part" if written else "are unchanged"
+    error = _CLASSES.get(reason, CommunicatorError)(
+        f"rank {rank}: {what}; the tensors of the call {state}. "
+        "Close the communicator and create a new one to go on."
+    )
+    error.rank, error.found_by, error.peer = rank, found_by, peer
+    error.phase, error.epoch = PHASES[phase], epoch
+    error.expected, error.seen = counters
+    error.intact = not written
+    return error

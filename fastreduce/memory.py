@@ -1,0 +1,98 @@
+"""Which tensors peers can map: those in shared memory, and those that can be moved there.
+
+torch shares a CPU storage by moving it, in place and under all its views, into an unlinked
+file of /dev/shm. That needs room there (torch does not reserve it: a full /dev/shm ends the
+process with SIGBUS at some later store), and it needs a storage that nobody else points into.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
+
+    from fastreduce._C import HostCommunicator
+
+logger = logging.getLogger("fastreduce")
+
+NOT_SHARED = -1
+_SHM = "/dev/shm"
+
+
+class SharedTensors:
+    """The storages of one rank that its peers map, as segments of its communicator."""
+
+    def __init__(self, core: HostCommunicator, ranks_on_host: int) -> None:
+        self._core = core
+        self._ranks = ranks_on_host
+        self._segments: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._said: set[str] = set()
+
+    def segment_of(self, tensor: Tensor, *, move: bool) -> int:
+        """The segment that holds ``tensor``, or NOT_SHARED if it has to be staged.
+
+        With ``move``, a storage in private memory is moved into shared memory if that can be
+        done; one that cannot be is named in the log, once per reason.
+        """
+        storage = tensor.untyped_storage()
+        known = self._segments.get(storage.data_ptr())
+        if known is not None and not known[0].expired():
+            return known[1]
+        if storage.is_shared():
+            reason = _why_not_mappable(storage)
+        elif move:
+            reason = _why_not_movable(storage, self._ranks)
+        else:
+            return NOT_SHARED
+        if reason is None:
+            return self._add(storage)
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("staging a tensor of %d bytes: %s", storage.nbytes(), reason)
+        return NOT_SHARED
+
+    def _add(self, storage: UntypedStorage) -> int:
+        self._drop_expired()
+        fd, nbytes = storage._share_fd_cpu_()  # type: ignore[attr-defined]
+        segment: int = self._core.add_segment(fd, storage.data_ptr(), nbytes)
+        self._segments[storage.data_ptr()] = (StorageWeakRef(storage), segment)
+        return segment
+
+    def _drop_expired(self) -> None:
+        for address, (reference, segment) in list(self._segments.items()):
+            if reference.expired():
+                self._core.remove_segment(segment)
+                del self._segments[address]
+
+
+def _why_not_movable(storage: UntypedStorage, ranks: int) -> str | None:
+    if not storage.resizable():
+        return "its memory belongs to something else too (a NumPy array, say), so it cannot move"
+    space = os.statvfs(_SHM) if os.path.isdir(_SHM) else None
+    room = space.f_bavail * space.f_frsize if space is not None else 0
+    # All ranks move theirs at the same time. A sixteenth stays free for others.
+    if ranks * storage.nbytes() > room - room // 16:
+        return f"{_SHM} has too little room"
+    return None
+
+
+def _why_not_mappable(storage: UntypedStorage) -> str | None:
+    """A shared storage whose file has a name (sharing strategy file_system) has no file
+    descriptor to hand on; asking torch for one would move it away from those it is shared
+    with. An unlinked file has one."""
+    address = storage.data_ptr()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, _, rest = line.partition(" ")
+            begin, _, end = span.partition("-")
+            if int(begin, 16) <= address < int(end, 16):
+                if rest.rstrip().endswith("(deleted)"):
+                    return None
+                break
+    return "it is shared through a named file (torch's file_system strategy)"
