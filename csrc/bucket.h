@@ -20,10 +20,14 @@ void convert(Block& block, To* to, const From* from, std::size_t n, double scale
   using A = typename std::conditional<kDouble, double, float>::type;
   const A factor = static_cast<A>(scale);
   const Range share = share_of<To>(block, n);
-  FR_INDEPENDENT
-  for (std::size_t i = share.begin; i < share.end; ++i) {
-    const A value = static_cast<A>(Element<From>::load(from[i])) * factor;
-    to[i] = Element<To>::store(static_cast<AccOf<To>>(value));
+  AccOf<From> wide[kTile];
+  AccOf<To> scaled[kTile];
+  for (std::size_t i = share.begin; i < share.end; i += kTile) {
+    const std::size_t m = share.end - i < kTile ? share.end - i : kTile;
+    widen(wide, from + i, m);
+    for (std::size_t k = 0; k < m; ++k)
+      scaled[k] = static_cast<AccOf<To>>(static_cast<A>(wide[k]) * factor);
+    narrow(to + i, scaled, m);
   }
 }
 

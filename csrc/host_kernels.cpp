@@ -1,4 +1,6 @@
 // The protocols, instantiated for HostBlock. Compiled once per instruction set (FR_ISA).
+#include <limits>
+
 #include "all_reduce.h"
 #include "collectives.h"
 #include "host.h"
@@ -10,9 +12,12 @@ namespace fastreduce {
 inline namespace FR_ISA {
 namespace {
 
+// The factors in the accumulator's type. A NaN is made the default one, see store_reduced().
 template <class A>
 Scale<A> scale_of(const Scale<A>*, const Call& call, int world) {
-  return {static_cast<A>(call.scale), call.op == Op::mean ? A(1) / static_cast<A>(world) : A(1)};
+  const A before = call.scale == call.scale ? static_cast<A>(call.scale)
+                                            : std::numeric_limits<A>::quiet_NaN();
+  return {before, call.op == Op::mean ? A(1) / static_cast<A>(world) : A(1)};
 }
 
 template <class A>

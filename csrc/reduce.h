@@ -7,6 +7,11 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #include "schedule.h"
 #include "target.h"
@@ -14,12 +19,9 @@
 namespace fastreduce {
 inline namespace FR_ISA {
 
-struct Half {
-  std::uint16_t bits;
-};
-struct BFloat16 {
-  std::uint16_t bits;
-};
+// Types of their own, yet scalars: arrays of structs would not vectorise.
+enum class Half : std::uint16_t {};
+enum class BFloat16 : std::uint16_t {};
 
 FR_FN std::uint32_t float_bits(float value) {
   std::uint32_t bits;
@@ -45,14 +47,17 @@ template <>
 struct Element<BFloat16> {
   using Acc = float;
   static FR_FN float load(BFloat16 value) {
-    return bits_float(static_cast<std::uint32_t>(value.bits) << 16);
+    return bits_float(static_cast<std::uint32_t>(value) << 16);
   }
   static FR_FN BFloat16 store(float value) {
+    const std::uint32_t quiet_nan = (float_bits(value) >> 16) | 0x40u;
+    return value != value ? static_cast<BFloat16>(quiet_nan) : store_reduced(value);
+  }
+  // For what arithmetic on widened values gives: the lower half of a NaN's bits is zero then
+  // (it is an operand's or the processor's default), so rounding does not disturb it.
+  static FR_FN BFloat16 store_reduced(float value) {
     const std::uint32_t bits = float_bits(value);
-    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const std::uint32_t quiet_nan = (bits >> 16) | 0x40u;
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return {static_cast<std::uint16_t>(is_nan ? quiet_nan : rounded)};
+    return static_cast<BFloat16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
 
@@ -60,8 +65,9 @@ template <>
 struct Element<Half> {
   using Acc = float;
   static FR_FN float load(Half value) {
-    const std::uint32_t magnitude = value.bits & 0x7fffu;
-    const std::uint32_t sign = (value.bits & 0x8000u) << 16;
+    const std::uint32_t bits = static_cast<std::uint32_t>(value);
+    const std::uint32_t magnitude = bits & 0x7fffu;
+    const std::uint32_t sign = (bits & 0x8000u) << 16;
     // 0.5 + magnitude * 2^-24 is exact, so the subnormal's value is the difference.
     const float subnormal = bits_float(0x3f000000u + magnitude) - 0.5f;
     const std::uint32_t normal = (magnitude << 13) + (112u << 23);
@@ -80,7 +86,7 @@ struct Element<Half> {
     const std::uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
     const std::uint32_t quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
     const std::uint32_t special = magnitude > 0x7f800000u ? quiet_nan : 0x7c00u;
-    return {static_cast<std::uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite))};
+    return static_cast<Half>(sign | (magnitude >= 0x477ff000u ? special : finite));
   }
 };
 
@@ -132,13 +138,21 @@ struct Max {
 };
 
 // `before` multiplies every input in the accumulator, `after` the reduced value in the
-// accumulator, ahead of the rounding store. A factor of 1 is exact, so there is one path for
-// floating types. Integers know only a divisor.
+// accumulator, ahead of the rounding store. A factor of 1 changes nothing. Integers know only
+// a divisor.
 template <class A>
 struct Scale {
   A before = 1;
   A after = 1;
   FR_FN A input(A value) const { return value * before; }
+  FR_FN A result(A value) const { return value * after; }
+};
+
+// A Scale whose `before` is 1.
+template <class A>
+struct Average {
+  A after = 1;
+  FR_FN A input(A value) const { return value; }
   FR_FN A result(A value) const { return value * after; }
 };
 
@@ -164,92 +178,155 @@ struct ScaleFor<std::int32_t> {
 template <class T>
 using ScaleOf = typename ScaleFor<AccOf<T>>::type;
 
+template <class T>
+FR_FN T store_reduced(AccOf<T> value) {
+  if constexpr (std::is_same<T, BFloat16>::value)
+    return Element<T>::store_reduced(value);
+  else
+    return Element<T>::store(value);
+}
+
 FR_FN constexpr int power_below(int n) {
   int p = 1;
   while (p * 2 < n) p *= 2;
   return p;
 }
 
-template <class T, class Op, int First, int Count>
-struct Tree {
-  static FR_FN AccOf<T> at(const T* const* from, std::size_t i, const ScaleOf<T>& scale) {
-    constexpr int kLeft = power_below(Count);
-    return Op::apply(Tree<T, Op, First, kLeft>::at(from, i, scale),
-                     Tree<T, Op, First + kLeft, Count - kLeft>::at(from, i, scale));
-  }
-};
-
-template <class T, class Op, int First>
-struct Tree<T, Op, First, 1> {
-  static FR_FN AccOf<T> at(const T* const* from, std::size_t i, const ScaleOf<T>& scale) {
+// The tree over inputs First to First + Count - 1, for element i.
+template <class T, class Op, int First, int Count, class S>
+FR_FN AccOf<T> tree_at(const T* const* from, std::size_t i, const S& scale) {
+  if constexpr (Count == 1) {
     return scale.input(Element<T>::load(from[First][i]));
+  } else {
+    constexpr int kLeft = power_below(Count);
+    return Op::apply(tree_at<T, Op, First, kLeft>(from, i, scale),
+                     tree_at<T, Op, First + kLeft, Count - kLeft>(from, i, scale));
   }
-};
+}
 
 // From `Count` inputs to `Stores` outputs, both known to the compiler: the pointers sit in
 // registers and the value goes straight to every output.
-template <class T, class Op, int Count, int Stores>
-void reduce_unrolled(T* const* to, const T* const* from, std::size_t n, ScaleOf<T> scale) {
+template <class T, class Op, int Count, int Stores, class S>
+void reduce_unrolled(T* const* to, const T* const* from, std::size_t n, const S& scale_of) {
+  const S scale = scale_of;
   const T* in[Count];
   T* out[Stores];
   for (int k = 0; k < Count; ++k) in[k] = from[k];
   for (int k = 0; k < Stores; ++k) out[k] = to[k];
   FR_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
-    const T value = Element<T>::store(scale.result(Tree<T, Op, 0, Count>::at(in, i, scale)));
+    const T value = store_reduced<T>(scale.result(tree_at<T, Op, 0, Count>(in, i, scale)));
     for (int k = 0; k < Stores; ++k) out[k][i] = value;
   }
 }
 
-// Any number of inputs: a binary counter over small tiles that stay in the first-level
-// cache. Level l holds the sum of 2^l inputs; adding one input carries like adding one.
-template <class T, class Op>
+// A whole run of elements to or from accumulators. Where the processor converts half in one
+// instruction, compilers do not find it in a loop.
+template <class T>
+FR_FN void widen(AccOf<T>* to, const T* from, std::size_t n) {
+  std::size_t i = 0;
+#if defined(__AVX512F__)
+  if constexpr (std::is_same<T, Half>::value)
+    for (; i + 16 <= n; i += 16)
+      _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(
+                                   reinterpret_cast<const __m256i*>(from + i))));
+#elif defined(__F16C__)
+  if constexpr (std::is_same<T, Half>::value)
+    for (; i + 8 <= n; i += 8)
+      _mm256_storeu_ps(
+          to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+#endif
+  FR_INDEPENDENT
+  for (std::size_t k = i; k < n; ++k) to[k] = Element<T>::load(from[k]);
+}
+
+template <class T>
+FR_FN void narrow(T* to, const AccOf<T>* from, std::size_t n) {
+  std::size_t i = 0;
+#if defined(__AVX512F__)
+  if constexpr (std::is_same<T, Half>::value)
+    for (; i + 16 <= n; i += 16)
+      _mm256_storeu_si256(
+          reinterpret_cast<__m256i*>(to + i),
+          _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  if constexpr (std::is_same<T, Half>::value)
+    for (; i + 8 <= n; i += 8)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                       _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  FR_INDEPENDENT
+  for (std::size_t k = i; k < n; ++k) to[k] = Element<T>::store(from[k]);
+}
+
+constexpr std::size_t kTile = 512;  // elements that stay in the first-level cache
+
+// Any number of inputs: a binary counter over tiles. Level l holds the sum of 2^l inputs;
+// adding one input carries like adding one.
+template <class T, class Op, class S>
 void reduce_tiled(T* const* to, int stores, const T* const* from, int count, std::size_t n,
-                  ScaleOf<T> scale) {
+                  const S& scale) {
   using A = AccOf<T>;
-  constexpr std::size_t kTile = 256;
-  constexpr int kLevels = 7;  // 2^7 > kMaxRanks
+  constexpr int kLevels = 7;
   static_assert((1 << kLevels) > kMaxRanks, "a level for every power of two of ranks");
-  A level[kLevels][kTile];
-  A carry[kTile];
-  T value[kTile];
+  alignas(64) A tiles[kLevels + 1][kTile];
+  alignas(64) T value[kTile];
+  A* level[kLevels];
+  for (int l = 0; l < kLevels; ++l) level[l] = tiles[l];
+  A* carry = tiles[kLevels];
   for (std::size_t base = 0; base < n; base += kTile) {
     const std::size_t m = n - base < kTile ? n - base : kTile;
     for (int k = 0; k < count; ++k) {
-      const T* in = from[k] + base;
+      widen(carry, from[k] + base, m);
       FR_INDEPENDENT
-      for (std::size_t i = 0; i < m; ++i) carry[i] = scale.input(Element<T>::load(in[i]));
+      for (std::size_t i = 0; i < m; ++i) carry[i] = scale.input(carry[i]);
       int l = 0;
       for (; (k >> l) & 1; ++l) {
+        const A* left = level[l];
         FR_INDEPENDENT
-        for (std::size_t i = 0; i < m; ++i) carry[i] = Op::apply(level[l][i], carry[i]);
+        for (std::size_t i = 0; i < m; ++i) carry[i] = Op::apply(left[i], carry[i]);
       }
-      std::memcpy(level[l], carry, m * sizeof(A));
+      A* const free = level[l];
+      level[l] = carry;
+      carry = free;
     }
     int lowest = 0;
     while (!((count >> lowest) & 1)) ++lowest;
+    A* const total = level[lowest];
     for (int l = lowest + 1; l < kLevels; ++l) {
       if (!((count >> l) & 1)) continue;
+      const A* left = level[l];
       FR_INDEPENDENT
-      for (std::size_t i = 0; i < m; ++i)
-        level[lowest][i] = Op::apply(level[l][i], level[lowest][i]);
+      for (std::size_t i = 0; i < m; ++i) total[i] = Op::apply(left[i], total[i]);
     }
     FR_INDEPENDENT
-    for (std::size_t i = 0; i < m; ++i)
-      value[i] = Element<T>::store(scale.result(level[lowest][i]));
+    for (std::size_t i = 0; i < m; ++i) total[i] = scale.result(total[i]);
+    narrow(value, total, m);
     for (int k = 0; k < stores; ++k) std::memcpy(to[k] + base, value, m * sizeof(T));
   }
+}
+
+template <class T, class Op, class S>
+void reduce_scaled(T* const* to, int stores, const T* const* from, int count, std::size_t n,
+                   const S& scale) {
+  if constexpr (!std::is_same<T, Half>::value) {
+    if (count == 2 && stores == 1) return reduce_unrolled<T, Op, 2, 1>(to, from, n, scale);
+    if (count == 2 && stores == 2) return reduce_unrolled<T, Op, 2, 2>(to, from, n, scale);
+    if (count == 4 && stores == 1) return reduce_unrolled<T, Op, 4, 1>(to, from, n, scale);
+    if (count == 4 && stores == 4) return reduce_unrolled<T, Op, 4, 4>(to, from, n, scale);
+  }
+  reduce_tiled<T, Op>(to, stores, from, count, n, scale);
 }
 
 template <class T, class Op>
 void reduce_serial(T* const* to, int stores, const T* const* from, int count, std::size_t n,
                    const ScaleOf<T>& scale) {
-  if (count == 2 && stores == 1) return reduce_unrolled<T, Op, 2, 1>(to, from, n, scale);
-  if (count == 2 && stores == 2) return reduce_unrolled<T, Op, 2, 2>(to, from, n, scale);
-  if (count == 4 && stores == 1) return reduce_unrolled<T, Op, 4, 1>(to, from, n, scale);
-  if (count == 4 && stores == 2) return reduce_unrolled<T, Op, 4, 2>(to, from, n, scale);
-  if (count == 4 && stores == 4) return reduce_unrolled<T, Op, 4, 4>(to, from, n, scale);
-  reduce_tiled<T, Op>(to, stores, from, count, n, scale);
+  if constexpr (std::is_same<ScaleOf<T>, Scale<AccOf<T>>>::value) {
+    // The multiplication would cost a bfloat16 sum an eighth of its time.
+    if (scale.before == 1)
+      return reduce_scaled<T, Op>(to, stores, from, count, n, Average<AccOf<T>>{scale.after});
+  }
+  reduce_scaled<T, Op>(to, stores, from, count, n, scale);
 }
 
 // The share of n elements that this thread of the block handles.
