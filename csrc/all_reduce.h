@@ -49,10 +49,11 @@ bool two_shot(Block& block, const View& view, T* const* buffers, std::size_t cou
 }
 
 // Slots: kSlots of a piece for what a rank contributes, kSlots of a chunk of a piece for what
-// it has reduced. The own chunk never goes through a slot.
+// it has reduced. The own chunk never goes through a slot. `far`: the ranks' cores share no
+// cache, so results are stored past it.
 template <class T, class Op, class Block>
 bool two_shot_staged(Block& block, const View& view, const T* in, T* out, std::size_t count,
-                     const ScaleOf<T>& scale) {
+                     const ScaleOf<T>& scale, bool far) {
   const int world = view.world();
   const int rank = view.rank;
   const std::size_t share = view.layout.stage_bytes / Pipeline::kSlots;
@@ -84,7 +85,8 @@ bool two_shot_staged(Block& block, const View& view, const T* in, T* out, std::s
     for (int p = 0; p < world; ++p) from[p] = slot(p, i) + chunk.begin;
     from[rank] = in + here.begin + chunk.begin;
     T* const to[2] = {out + here.begin + chunk.begin, result(rank, i)};
-    reduce<T, Op>(block, to, 2, from, world, chunk.size(), scale);
+    reduce<T, Op>(block, to, far ? 1 : 2, from, world, chunk.size(), scale);
+    if (far) copy_streaming(block, to[1], to[0], chunk.size());
   };
   const auto finish = [&](std::size_t i) {
     const Range here = piece_of(part, i, piece);

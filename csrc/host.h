@@ -80,6 +80,7 @@ struct Job {
   void* out = nullptr;
   bool direct = false;          // `peers` holds every rank's tensor, mapped here
   void* peers[kMaxRanks] = {};  // a broadcast fills in its root's only
+  bool far = false;             // the ranks' cores share no cache
 };
 
 // What is compiled once per instruction set.
@@ -187,10 +188,11 @@ class HostCommunicator {
   };
 
   void execute(Call call, const void* in, void* out, const Watch& plan);
-  void perform(Job& job, const Call* calls, const Watch& watch);
+  void perform(HostBlock& leader, Job& job, const Call* calls, const Watch& watch);
   bool run_blocks(const Job& job, const Watch& watch, int count, FailureRecord* failure);
   void locate(Call& call, const void* in, std::size_t bytes);
   void resolve(Job& job, const Call* calls) const;
+  bool probe_distance(HostBlock& block);
   void read_messages(int peer, std::uint32_t until);
   void tell_peers(const Message& message, int fd);
   void flush_removals();
@@ -208,6 +210,8 @@ class HostCommunicator {
   Peers peers_;
   std::uint32_t epoch_;
   std::vector<Progress> progress_;
+  std::uint32_t staged_calls_ = 0;
+  bool far_ = false;
 
   // Segments.
   std::mutex control_mutex_;

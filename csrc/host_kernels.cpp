@@ -43,7 +43,7 @@ bool run_reduction(HostBlock& block, const View& view, const Job& job) {
       return one_shot<T, O>(block, view, job.epoch, out, count, scale);
     case Algorithm::two_shot:
       if (job.direct) return two_shot<T, O>(block, view, peers, count, scale);
-      return two_shot_staged<T, O>(block, view, in, out, count, scale);
+      return two_shot_staged<T, O>(block, view, in, out, count, scale, job.far);
     case Algorithm::ring:
       break;
   }

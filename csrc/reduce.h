@@ -9,7 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__F16C__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -353,6 +353,29 @@ void copy(Block& block, T* to, const T* from, std::size_t n) {
   const Range share = share_of<T>(block, n);
   if (to != from && share.size() != 0)
     std::memcpy(to + share.begin, from + share.begin, share.size() * sizeof(T));
+}
+
+// copy() with stores that go past the caches to memory: a reader in a far cache then fetches
+// from memory and not out of this core's cache, and the store need not take the line from it.
+template <class T, class Block>
+void copy_streaming(Block& block, T* to, const T* from, std::size_t n) {
+#if defined(__x86_64__)
+  const Range share = share_of<T>(block, n);
+  auto* target = reinterpret_cast<char*>(to + share.begin);
+  const auto* source = reinterpret_cast<const char*>(from + share.begin);
+  const std::size_t bytes = share.size() * sizeof(T);
+  std::size_t i = 0;
+  if (reinterpret_cast<std::uintptr_t>(target) % 16 == 0) {
+    for (; i + 64 <= bytes; i += 64)
+      for (std::size_t k = i; k < i + 64; k += 16)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(target + k),
+                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + k)));
+  }
+  std::memcpy(target + i, source + i, bytes - i);
+  _mm_sfence();  // streaming stores are not ordered by the release of a flag
+#else
+  copy(block, to, from, n);
+#endif
 }
 
 }  // namespace FR_ISA

@@ -464,7 +464,7 @@ class Communicator:
         nbytes = input.nbytes
         segment = NOT_SHARED
         algorithm = _ONE_SHOT
-        if nbytes > policy.one_shot_limit(self.world_size):
+        if nbytes > policy.one_shot_limit(self.world_size, self.topology):
             algorithm = _TWO_SHOT
             segment = self._shared.segment_of(input, move=False)
         call = (

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 
 KIB = 1 << 10
 
-# A one-shot call copies into a slot and every rank reads every slot; a two-shot call needs one
-# flag round trip more, but splits the work. Measured with benchmarks/all_reduce.py.
-ONE_SHOT_LIMIT = {2: 32 * KIB, 4: 16 * KIB, 8: 8 * KIB}
-
 # The largest payload that a slot holds: what algorithm="one_shot" accepts at most.
 SLOT_BYTES = 256 * KIB
 # Staging of one thread for tensors that peers cannot map.
+
 STAGE_BYTES = 1024 * KIB
 # Calls from this size on are moved by all threads of a rank.
 THREADED_BYTES = 1024 * KIB
@@ -49,15 +46,20 @@ def choose_algorithm(nbytes: int, world_size: int, topology: Topology) -> str:
     ``"two_shot"``, or ``"process_group"`` where memory is not shared."""
     if not topology.shared_memory:
         return "process_group"
-    return "one_shot" if nbytes <= one_shot_limit(world_size) else "two_shot"
+    return "one_shot" if nbytes <= one_shot_limit(world_size, topology) else "two_shot"
 
 
-def one_shot_limit(world_size: int) -> int:
-    """The largest number of bytes for which one_shot is the faster one."""
-    for ranks, limit in ONE_SHOT_LIMIT.items():
-        if world_size <= ranks:
-            return limit
-    return 4 * KIB
+def one_shot_limit(world_size: int, topology: Topology) -> int:
+    """The largest number of bytes for which one_shot is the faster one.
+
+    A one-shot call copies into a slot and every rank reads every slot; a two-shot call splits
+    the work, for one more flag. Measured (2 cores): 8 KiB for 2 ranks; 64 KiB for 4 ranks,
+    which share the cores, so that a flag costs a change of process. Above 2 ranks with a core
+    each the value is an estimate: the work that is split grows with the ranks.
+    """
+    if topology.ranks > topology.cores:
+        return 64 * KIB
+    return 8 * KIB if world_size <= 4 else 4 * KIB
 
 
 def threads_per_rank(topology: Topology, limit: int) -> int:
