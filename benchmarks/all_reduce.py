@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 import fastreduce
 
@@ -301,9 +301,7 @@ def measure(world_size: int, arguments: argparse.Namespace) -> list[dict[str, An
     flags = torch.zeros(64, dtype=torch.int32).share_memory_()
     with tempfile.TemporaryDirectory() as folder:
         store, output = f"{folder}/store", f"{folder}/results"
-        mp.spawn(
-            spawned, (world_size, store, arena, flags, arguments, output), nprocs=world_size
-        )
+        spawn(spawned, (world_size, store, arena, flags, arguments, output), nprocs=world_size)
         results: list[dict[str, Any]] = json.loads(Path(output).read_text())
     return results
 

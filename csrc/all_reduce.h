@@ -29,8 +29,7 @@ template <class T, class Op, class Block>
 bool one_shot(Block& block, const View& view, std::uint32_t epoch, T* out, std::size_t count,
               const ScaleOf<T>& scale) {
   const T* from[kMaxRanks];
-  for (int p = 0; p < view.world(); ++p)
-    from[p] = reinterpret_cast<const T*>(view.slot(p, epoch));
+  for (int p = 0; p < view.world(); ++p) from[p] = reinterpret_cast<const T*>(view.slot(p, epoch));
   reduce<T, Op>(block, &out, 1, from, view.world(), count, scale);
   return true;
 }
@@ -92,8 +91,7 @@ bool two_shot_staged(Block& block, const View& view, const T* in, T* out, std::s
     const Range here = piece_of(part, i, piece);
     for (int p = 0; p < world; ++p) {
       const Range chunk = chunk_of(here.size(), world, p, sizeof(T));
-      if (p != rank)
-        copy<T>(block, out + here.begin + chunk.begin, result(p, i), chunk.size());
+      if (p != rank) copy<T>(block, out + here.begin + chunk.begin, result(p, i), chunk.size());
     }
   };
   // All ranks walk the same number of pieces: `part` depends on count and blocks alone.

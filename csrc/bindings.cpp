@@ -64,12 +64,11 @@ Call make_call(int kind, int dtype, int op, int algorithm, int root, std::uint64
 
 void raise_failure(const CallFailed& failed) {
   const FailureRecord& r = failed.record;
-  const py::object error = py::module_::import("fastreduce.errors")
-                               .attr("from_record")(
-                                   failed.rank, static_cast<int>(r.failure),
-                                   static_cast<int>(r.field), static_cast<int>(r.kind),
-                                   static_cast<int>(r.phase), r.written, r.rank, r.peer, r.epoch,
-                                   r.expected, r.seen);
+  const py::object error =
+      py::module_::import("fastreduce.errors")
+          .attr("from_record")(failed.rank, static_cast<int>(r.failure), static_cast<int>(r.field),
+                               static_cast<int>(r.kind), static_cast<int>(r.phase), r.written,
+                               r.rank, r.peer, r.epoch, r.expected, r.seen);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
@@ -135,8 +134,10 @@ PYBIND11_MODULE(_C, m) {
       },
       py::call_guard<py::gil_scoped_release>());
 
-  py::class_<Listener>(m, "Listener").def(py::init<>()).def_property_readonly(
-      "address", [](const Listener& listener) { return py::bytes(listener.address()); });
+  py::class_<Listener>(m, "Listener")
+      .def(py::init<>())
+      .def_property_readonly(
+          "address", [](const Listener& listener) { return py::bytes(listener.address()); });
 
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("done", &Work::done)
@@ -158,39 +159,39 @@ PYBIND11_MODULE(_C, m) {
       .def_buffer([](const Allocation& allocation) { return allocation.info(); });
 
   py::class_<HostCommunicator, std::shared_ptr<HostCommunicator>>(m, "HostCommunicator")
-      .def(py::init([](const Listener& listener, int rank,
-                       const std::vector<std::string>& addresses, const std::string& token,
-                       Clock::duration timeout, Clock::duration connect_timeout, int blocks, std::size_t slot_bytes,
-                       std::size_t stage_bytes, std::size_t block_bytes,
-                       std::pair<std::int64_t, std::int64_t> foreground_ns,
-                       std::pair<std::int64_t, std::int64_t> background_ns,
-                       std::uint32_t first_epoch) {
-             const auto patience = [](std::pair<std::int64_t, std::int64_t> ns) {
-               return Patience{std::chrono::nanoseconds(ns.first),
-                               std::chrono::nanoseconds(ns.second)};
-             };
-             Options options;
-             options.timeout = timeout;
-             options.connect_timeout = connect_timeout;
-             options.blocks = blocks;
-             options.slot_bytes = slot_bytes;
-             options.stage_bytes = stage_bytes;
-             options.block_bytes = block_bytes;
-             options.foreground = patience(foreground_ns);
-             options.background = patience(background_ns);
-             options.first_epoch = first_epoch;
-             py::gil_scoped_release release;
-             // A forked child has none of the threads: it leaves its copy alone.
-             return std::shared_ptr<HostCommunicator>(
-                 new HostCommunicator(listener, rank, addresses, token, options),
-                 [](HostCommunicator* communicator) {
-                   if (!communicator->forked()) delete communicator;
-                 });
-           }),
-           py::arg("listener"), py::arg("rank"), py::arg("addresses"), py::arg("token"),
-           py::kw_only(), py::arg("timeout"), py::arg("connect_timeout"), py::arg("blocks"), py::arg("slot_bytes"),
-           py::arg("stage_bytes"), py::arg("block_bytes"), py::arg("foreground_ns"),
-           py::arg("background_ns"), py::arg("first_epoch"))
+      .def(
+          py::init(
+              [](const Listener& listener, int rank, const std::vector<std::string>& addresses,
+                 const std::string& token, Clock::duration timeout, Clock::duration connect_timeout,
+                 int blocks, std::size_t slot_bytes, std::size_t stage_bytes,
+                 std::size_t block_bytes, std::pair<std::int64_t, std::int64_t> foreground_ns,
+                 std::pair<std::int64_t, std::int64_t> background_ns, std::uint32_t first_epoch) {
+                const auto patience = [](std::pair<std::int64_t, std::int64_t> ns) {
+                  return Patience{std::chrono::nanoseconds(ns.first),
+                                  std::chrono::nanoseconds(ns.second)};
+                };
+                Options options;
+                options.timeout = timeout;
+                options.connect_timeout = connect_timeout;
+                options.blocks = blocks;
+                options.slot_bytes = slot_bytes;
+                options.stage_bytes = stage_bytes;
+                options.block_bytes = block_bytes;
+                options.foreground = patience(foreground_ns);
+                options.background = patience(background_ns);
+                options.first_epoch = first_epoch;
+                py::gil_scoped_release release;
+                // A forked child has none of the threads: it leaves its copy alone.
+                return std::shared_ptr<HostCommunicator>(
+                    new HostCommunicator(listener, rank, addresses, token, options),
+                    [](HostCommunicator* communicator) {
+                      if (!communicator->forked()) delete communicator;
+                    });
+              }),
+          py::arg("listener"), py::arg("rank"), py::arg("addresses"), py::arg("token"),
+          py::kw_only(), py::arg("timeout"), py::arg("connect_timeout"), py::arg("blocks"),
+          py::arg("slot_bytes"), py::arg("stage_bytes"), py::arg("block_bytes"),
+          py::arg("foreground_ns"), py::arg("background_ns"), py::arg("first_epoch"))
       .def("run",
            [](HostCommunicator& self, int kind, Address in, Address out, std::uint64_t count,
               int dtype, int op, int algorithm, int root, double scale, int segment) {

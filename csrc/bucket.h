@@ -48,8 +48,8 @@ void pack(Block& block, Flat* flat, const Piece* pieces, std::size_t n, double s
 template <class Tensor, class Flat, class Block>
 void unpack(Block& block, const Flat* flat, const Piece* pieces, std::size_t n, double scale) {
   for (std::size_t k = 0; k < n; ++k)
-    convert(block, static_cast<Tensor*>(pieces[k].tensor), flat + pieces[k].offset,
-            pieces[k].count, scale);
+    convert(block, static_cast<Tensor*>(pieces[k].tensor), flat + pieces[k].offset, pieces[k].count,
+            scale);
 }
 
 }  // namespace FR_ISA

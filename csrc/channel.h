@@ -43,7 +43,8 @@ class Channel {
     const std::uint32_t due = block_.progress().received + 1;
     bool filled = true;
     if (block_.thread() == 0)
-      filled = block_.wait(view_.tail(view_.rank, block_.index(), previous_), due, previous_, phase);
+      filled =
+          block_.wait(view_.tail(view_.rank, block_.index(), previous_), due, previous_, phase);
     return block_.all(filled) ? slot(view_.rank, block_.progress().received) : nullptr;
   }
   void end_receive() {

@@ -35,10 +35,10 @@ const Kernels& kernels() {
     __builtin_cpu_init();
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
                           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") &&
-                            __builtin_cpu_supports("avx512dq") &&
-                            __builtin_cpu_supports("avx512cd");
+    const bool has_avx512 =
+        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512cd");
     if (has_avx2 && has_avx512 && limit != "avx2" && limit != "baseline") return avx512::instance;
     if (has_avx2 && limit != "baseline") return avx2::instance;
 #endif
@@ -48,6 +48,9 @@ const Kernels& kernels() {
 }
 
 namespace {
+
+// How long a rank that gave up waits for peers that write into its tensor.
+constexpr std::chrono::seconds kStopWait{5};
 
 // While asleep a rank looks this often whether its peers live.
 constexpr std::chrono::milliseconds kLook{20};
@@ -124,15 +127,15 @@ bool HostBlock::wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase pha
     failure_.epoch = watch_.epoch;
     failure_.expected = value;
     failure_.seen = load_acquire(&flag.value);
-    // The first rank to give up knows best why.
-    for (int p = 0; p < watch_.view->world(); ++p) {
-      if (p == watch_.view->rank) continue;
-      const std::uint32_t state = load_acquire(&watch_.view->state(watch_.view->rank, p).value);
-      if (state == static_cast<std::uint32_t>(State::failed)) {
-        failure_ = watch_.view->failure(p);
-        break;
-      }
+    if (phase == Phase::enter) {
+      // The call before this one was announced in the other parity.
+      const auto& other = watch_.view->announcement(watch_.view->rank, peer, watch_.epoch + 1);
+      const std::uint32_t before = load_acquire(&other.flag.value);
+      if (reached(before, static_cast<std::uint32_t>(failure_.seen))) failure_.seen = before;
     }
+    // The first rank to give up knows best why.
+    const int first = failed_peer(*watch_.view);
+    if (first >= 0) failure_ = watch_.view->failure(first);
     return false;
   }
 }
@@ -204,8 +207,7 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
   const auto deadline = Clock::now() + options_.connect_timeout;
   view_.layout = {world, options.blocks, options.slot_bytes, options.stage_bytes};
   view_.rank = rank;
-  progress_.assign(options.blocks,
-                   {options.first_epoch, options.first_epoch, options.first_epoch});
+  progress_.assign(options.blocks, {options.first_epoch, options.first_epoch, options.first_epoch});
   areas_.resize(world);
   remote_.resize(world);
   messages_read_.resize(world);
@@ -220,6 +222,7 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
   for (int p = 0; p < world; ++p) {
     begin(view_.announcement(rank, p, 0).flag);
     begin(view_.announcement(rank, p, 1).flag);
+    begin(view_.claim(rank, p));
     for (int b = 0; b < options.blocks; ++b) {
       begin(view_.step(rank, b, p));
       begin(view_.tail(rank, b, p));
@@ -337,40 +340,48 @@ void HostCommunicator::communicate() {
     } catch (...) {
       error = std::current_exception();
     }
+    work->finish(error);
     lock.lock();
     busy_ = false;
     changed_.notify_all();
     if (work->notify_ >= 0) {
-      completed_.push_back(work->notify_);
+      completed_.emplace_back(work->notify_, work);
       completion_.notify_all();
     }
-    lock.unlock();
-    work->finish(error);
-    lock.lock();
   }
 }
 
-std::vector<std::int64_t> HostCommunicator::next_completed() {
+std::vector<HostCommunicator::Completed> HostCommunicator::next_completed() {
   std::unique_lock<std::mutex> lock(mutex_);
   completion_.wait(lock, [this] { return !completed_.empty() || closed_; });
-  std::vector<std::int64_t> taken(completed_.begin(), completed_.end());
+  std::vector<Completed> taken(completed_.begin(), completed_.end());
   completed_.clear();
   return taken;
 }
 
-void HostCommunicator::announce(const FailureRecord& record) {
+void HostCommunicator::announce(FailureRecord& record) {
   view_.failure(view_.rank) = record;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    why_ = record;
-    broken_ = true;
-  }
   for (int p = 0; p < view_.world(); ++p)
     if (p != view_.rank)
-      store_release(&view_.state(p, view_.rank).value, static_cast<std::uint32_t>(State::failed));
+      store_ordered(&view_.state(p, view_.rank).value, static_cast<std::uint32_t>(State::failed));
+
+  // Peers that were faster may be writing into the tensor of this call. They stop at their next
+  // wait, for this rank has failed; a stopped process is not waited for long.
+  const auto deadline = Clock::now() + std::min<Clock::duration>(options_.timeout, kStopWait);
+  for (int p = 0; p < view_.world(); ++p) {
+    if (p == view_.rank || load_acquire(&view_.claim(view_.rank, p).value) != epoch_) continue;
+    record.written = true;
+    while (load_acquire(&view_.state(view_.rank, p).value) == 0 && !peers_.lost(p) &&
+           Clock::now() < deadline)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  why_ = record;
+  broken_ = true;
 }
 
-void HostCommunicator::give_up(const FailureRecord& record) {
+void HostCommunicator::give_up(FailureRecord record, bool written) {
+  record.written = written;  // a peer's record tells of the peer's tensor
   announce(record);
   throw CallFailed{record, view_.rank};
 }
@@ -452,6 +463,8 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
   HostBlock leader(watch, progress_[0], 0, 1);
   Call calls[kMaxRanks];
   if (!enter(leader, view_, job.epoch, call, calls)) give_up(leader.failure());
+  const int failed = failed_peer(view_);
+  if (failed >= 0) give_up(view_.failure(failed));
   for (int p = 1; p < world; ++p) {
     const Difference difference = compare(calls[0], calls[p]);
     if (difference.field == Field::none) continue;
@@ -482,8 +495,7 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
   }
 }
 
-void HostCommunicator::perform(HostBlock& leader, Job& job, const Call* calls,
-                               const Watch& watch) {
+void HostCommunicator::perform(HostBlock& leader, Job& job, const Call* calls, const Watch& watch) {
   const Call& call = job.call;
   for (int p = 0; p < view_.world(); ++p)
     if (p != view_.rank && calls[p].messages != messages_read_[p])
@@ -493,6 +505,10 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Call* calls,
   if (view_.world() == 1) job.call.algorithm = Algorithm::two_shot;
   if (job.call.algorithm == Algorithm::two_shot) resolve(job, calls);
 
+  if (job.direct && call.kind == Kind::all_reduce) {
+    const int failed = claim_peers(view_, job.epoch);
+    if (failed >= 0) give_up(view_.failure(failed));
+  }
   const bool staged = job.call.algorithm == Algorithm::two_shot && !job.direct;
   if (staged && staged_calls_++ % kProbeEvery == 0 && !probe_distance(leader))
     give_up(leader.failure());
@@ -501,10 +517,7 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Call* calls,
   const bool large = call.algorithm != Algorithm::one_shot &&
                      input_bytes(call, view_.world()) >= options_.block_bytes;
   FailureRecord failure;
-  if (!run_blocks(job, watch, large ? options_.blocks : 1, &failure)) {
-    failure.written = true;
-    give_up(failure);
-  }
+  if (!run_blocks(job, watch, large ? options_.blocks : 1, &failure)) give_up(failure, true);
 }
 
 // Virtual cores move between physical ones, every few to tens of seconds: look again and again.

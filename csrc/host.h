@@ -144,10 +144,10 @@ class Work {
 struct Options {
   Clock::duration timeout = std::chrono::seconds(600);
   Clock::duration connect_timeout = std::chrono::seconds(60);
-  int blocks = 1;                        // threads that move a large buffer
-  std::size_t slot_bytes = 256 << 10;    // the largest payload of a one-shot call
-  std::size_t stage_bytes = 1 << 20;     // staging per block
-  std::size_t block_bytes = 1 << 20;     // calls from here on use all blocks
+  int blocks = 1;                      // threads that move a large buffer
+  std::size_t slot_bytes = 256 << 10;  // the largest payload of a one-shot call
+  std::size_t stage_bytes = 1 << 20;   // staging per block
+  std::size_t block_bytes = 1 << 20;   // calls from here on use all blocks
   Patience foreground;
   Patience background;
   std::uint32_t first_epoch = 0;
@@ -164,8 +164,10 @@ class HostCommunicator {
   void run(const Call& call, const void* in, void* out, const std::function<bool()>& interrupted);
   // Queues a call for the communication thread. With notify >= 0, next_completed() reports it.
   std::shared_ptr<Work> submit(const Call& call, const void* in, void* out, std::int64_t notify);
-  // The notify numbers of finished works, in order; empty once the communicator is closed.
-  std::vector<std::int64_t> next_completed();
+  // Waits for finished works that have a notify number and returns them, in order; empty once
+  // the communicator is closed.
+  using Completed = std::pair<std::int64_t, std::shared_ptr<Work>>;
+  std::vector<Completed> next_completed();
 
   // Makes [base, base + bytes), a mapping of `fd`, known to all peers; returns its id.
   int add_segment(int fd, const void* base, std::size_t bytes);
@@ -197,8 +199,8 @@ class HostCommunicator {
   void tell_peers(const Message& message, int fd);
   void flush_removals();
   void check_usable() const;
-  void announce(const FailureRecord& record);
-  [[noreturn]] void give_up(const FailureRecord& record);
+  void announce(FailureRecord& record);
+  [[noreturn]] void give_up(FailureRecord record, bool written = false);
   Watch make_watch(const Patience& patience, const std::function<bool()>* interrupted) const;
   void communicate();
   void help(int block);
@@ -234,7 +236,7 @@ class HostCommunicator {
   std::atomic<bool> stop_{false};
   std::atomic<bool> broken_{false};
   FailureRecord why_;
-  std::deque<std::int64_t> completed_;
+  std::deque<Completed> completed_;
   std::condition_variable completion_;
 
   // Helper threads for blocks 1 and up.

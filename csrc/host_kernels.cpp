@@ -15,8 +15,8 @@ namespace {
 // The factors in the accumulator's type. A NaN is made the default one, see store_reduced().
 template <class A>
 Scale<A> scale_of(const Scale<A>*, const Call& call, int world) {
-  const A before = call.scale == call.scale ? static_cast<A>(call.scale)
-                                            : std::numeric_limits<A>::quiet_NaN();
+  const A before =
+      call.scale == call.scale ? static_cast<A>(call.scale) : std::numeric_limits<A>::quiet_NaN();
   return {before, call.op == Op::mean ? A(1) / static_cast<A>(world) : A(1)};
 }
 

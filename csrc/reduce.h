@@ -117,8 +117,7 @@ struct Sum {
     return a + b;
   }
   static FR_FN std::int64_t apply(std::int64_t a, std::int64_t b) {
-    return static_cast<std::int64_t>(static_cast<std::uint64_t>(a) +
-                                     static_cast<std::uint64_t>(b));
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
   }
 };
 
@@ -228,8 +227,8 @@ FR_FN void widen(AccOf<T>* to, const T* from, std::size_t n) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same<T, Half>::value)
     for (; i + 16 <= n; i += 16)
-      _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(
-                                   reinterpret_cast<const __m256i*>(from + i))));
+      _mm512_storeu_ps(
+          to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
 #elif defined(__F16C__)
   if constexpr (std::is_same<T, Half>::value)
     for (; i + 8 <= n; i += 8)
@@ -246,9 +245,8 @@ FR_FN void narrow(T* to, const AccOf<T>* from, std::size_t n) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same<T, Half>::value)
     for (; i + 16 <= n; i += 16)
-      _mm256_storeu_si256(
-          reinterpret_cast<__m256i*>(to + i),
-          _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
+                          _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   if constexpr (std::is_same<T, Half>::value)
     for (; i + 8 <= n; i += 8)
@@ -338,8 +336,8 @@ FR_FN Range share_of(Block& block, std::size_t n) {
 // to[k][i] = store(after * tree over j of before * from[j][i]) for every k, by all threads of
 // the block. An output may be one of the inputs; otherwise none overlap.
 template <class T, class Op, class Block>
-void reduce(Block& block, T* const* to, int stores, const T* const* from, int count,
-            std::size_t n, const ScaleOf<T>& scale) {
+void reduce(Block& block, T* const* to, int stores, const T* const* from, int count, std::size_t n,
+            const ScaleOf<T>& scale) {
   const Range share = share_of<T>(block, n);
   const T* in[kMaxRanks];
   T* out[kMaxRanks];

@@ -8,8 +8,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -32,6 +34,24 @@ void wait_ready(int fd, short events, Clock::time_point deadline, const std::str
     if (ready < 0 && errno != EINTR) fail("poll");
     if (ready == 0 && left <= 0) throw std::runtime_error("timed out while " + what);
   }
+}
+
+std::uint64_t read_number(const char* path, const std::string& key, std::uint64_t otherwise) {
+  std::ifstream file(path);
+  std::string word;
+  std::uint64_t value = 0;
+  while (file && !key.empty() && word != key) file >> word;
+  return file >> value ? value : otherwise;
+}
+
+// Bytes that this machine, and the control group this process may run in, can still give.
+std::uint64_t available_memory() {
+  constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
+  const std::uint64_t machine = read_number("/proc/meminfo", "MemAvailable:", kNoLimit >> 10) << 10;
+  const std::uint64_t limit = read_number("/sys/fs/cgroup/memory.max", "", kNoLimit);
+  const std::uint64_t used = read_number("/sys/fs/cgroup/memory.current", "", 0);
+  const std::uint64_t group = limit == kNoLimit ? kNoLimit : limit - std::min(limit, used);
+  return std::min(machine, group);
 }
 
 struct Hello {
@@ -88,8 +108,14 @@ Mapping::~Mapping() {
 }
 
 Descriptor create_segment(std::size_t bytes) {
-  Descriptor fd(static_cast<int>(
-      ::syscall(SYS_memfd_create, "fastreduce", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
+  // The kernel would reserve until it has to kill somebody.
+  const std::uint64_t available = available_memory();
+  if (bytes > available)
+    throw std::runtime_error("reserving " + std::to_string(bytes) +
+                             " bytes of shared memory: only " + std::to_string(available) +
+                             " are available");
+  Descriptor fd(
+      static_cast<int>(::syscall(SYS_memfd_create, "fastreduce", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
   if (fd.get() < 0) fail("memfd_create");
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) fail("ftruncate of a segment");
   if (const int error = ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes))) {

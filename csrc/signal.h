@@ -32,7 +32,7 @@ struct Call {
   std::uint64_t count = 0;  // elements of a rank's smaller tensor
   double scale = 1.0;
 
-  std::int32_t segment = -1;  // the caller's segment that holds it, or none
+  std::int32_t segment = -1;   // the caller's segment that holds it, or none
   std::uint32_t messages = 0;  // control messages sent to peers before this call
   std::uint64_t offset = 0;    // bytes into the segment
 };
@@ -108,8 +108,11 @@ struct Layout {
   FR_FN std::size_t states() const {
     return announcements() + 2 * static_cast<std::size_t>(world) * sizeof(Announcement);
   }
-  FR_FN std::size_t lines() const {
+  FR_FN std::size_t claims() const {
     return states() + static_cast<std::size_t>(world) * sizeof(Line);
+  }
+  FR_FN std::size_t lines() const {
+    return claims() + static_cast<std::size_t>(world) * sizeof(Line);
   }
   FR_FN std::size_t slots() const {
     const std::size_t end = lines() + 3 * static_cast<std::size_t>(blocks) * world * sizeof(Line);
@@ -137,6 +140,10 @@ struct View {
   FR_FN Flag& state(int owner, int writer) const {
     return reinterpret_cast<Line*>(area[owner] + layout.states())[writer].flag;
   }
+  // The last call in which `writer` meant to write into `owner`'s tensor.
+  FR_FN Flag& claim(int owner, int writer) const {
+    return reinterpret_cast<Line*>(area[owner] + layout.claims())[writer].flag;
+  }
   // How many steps `writer`'s block has completed.
   FR_FN Flag& step(int owner, int block, int writer) const { return line(owner, 0, block, writer); }
   // How many slots of `owner`'s block its previous neighbour has filled.
@@ -156,6 +163,25 @@ struct View {
     return first[(kind * layout.blocks + block) * layout.world + writer].flag;
   }
 };
+
+// A rank that gave up, or -1. What it wrote before it did can be seen.
+FR_FN int failed_peer(const View& view) {
+  for (int p = 0; p < view.world(); ++p)
+    if (p != view.rank &&
+        load_acquire(&view.state(view.rank, p).value) == static_cast<std::uint32_t>(State::failed))
+      return p;
+  return -1;
+}
+
+// Between enter() and the first store into a peer's tensor. A rank may give up while it waits
+// in enter(), and then its user has the tensor back. Each side stores its word and then looks at
+// the other's: either this rank sees that the peer gave up, or the peer sees this claim and
+// waits until this rank is done. Returns the peer that gave up, or -1.
+FR_FN int claim_peers(const View& view, std::uint32_t epoch) {
+  for (int p = 0; p < view.world(); ++p)
+    if (p != view.rank) store_ordered(&view.claim(p, view.rank).value, epoch);
+  return failed_peer(view);
+}
 
 inline namespace FR_ISA {
 

@@ -142,7 +142,7 @@ class Communicator:
         self._core, reason = self._share_memory(threads, _first_epoch)
         self._closed = False
         self._said: set[str] = set()
-        self._futures: dict[int, tuple[Future[Tensor], Tensor, Any]] = {}
+        self._futures: dict[int, tuple[Future[Tensor], Tensor]] = {}
         self._notifier: threading.Thread | None = None
         self._lock = threading.Lock()
         self._next_future = 0
@@ -257,7 +257,8 @@ class Communicator:
         if dtype is None or opcode is None or core is None or not tensor.is_cpu:
             return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale)
         if not tensor.is_contiguous():
-            return self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
+            self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
+            return None
         if scale != 1.0 and not tensor.is_floating_point():
             raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
         nbytes = tensor.nbytes
@@ -288,7 +289,7 @@ class Communicator:
         try:
             self._submit_future(future, tensor, op, scale)
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]
         return future
 
     def _submit_future(self, future: Future[Tensor], tensor: Tensor, op: Op, scale: float) -> None:
@@ -317,11 +318,10 @@ class Communicator:
                 )
                 self._notifier.start()
         at = tensor.data_ptr()
-        slot: list[Any] = []
-        self._futures[number] = (future, tensor, slot)
+        self._futures[number] = (future, tensor)
         call = (_ALL_REDUCE, at, at, tensor.numel(), dtype, opcode, code, 0, scale, segment)
         try:
-            slot.append(core.submit(*call, number))
+            core.submit(*call, number)
         except BaseException:
             del self._futures[number]
             raise
@@ -543,16 +543,16 @@ class Communicator:
             logger.warning("rank %d: %s", self.rank, what)
 
 
-def _notify(core: Any, futures: dict[int, tuple[Future[Tensor], Tensor, Any]]) -> None:
+def _notify(core: _C.HostCommunicator, futures: dict[int, tuple[Future[Tensor], Tensor]]) -> None:
     """Completes Futures as their calls end, beside the communication thread, which therefore
     never waits for the interpreter. Ends when the communicator has been closed."""
-    while numbers := core.next_completed():
-        for number in numbers:
-            future, tensor, slot = futures.pop(number)
+    while completed := core.next_completed():
+        for number, work in completed:
+            future, tensor = futures.pop(number)
             try:
-                slot[0].wait(timedelta(0))
+                work.wait(timedelta(0))
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(tensor)
 

@@ -50,7 +50,8 @@ class HookState:
 
 
 def all_reduce_hook(
-    state: HookState, bucket: dist.GradBucket
+    state: HookState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks, while backward goes on.
 

@@ -59,7 +59,7 @@ class SharedTensors:
 
     def _add(self, storage: UntypedStorage) -> int:
         self._drop_expired()
-        fd, nbytes = storage._share_fd_cpu_()  # type: ignore[attr-defined]
+        fd, nbytes = storage._share_fd_cpu_()
         segment: int = self._core.add_segment(fd, storage.data_ptr(), nbytes)
         self._segments[storage.data_ptr()] = (StorageWeakRef(storage), segment)
         return segment

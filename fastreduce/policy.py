@@ -12,7 +12,6 @@ KIB = 1 << 10
 # The largest payload that a slot holds: what algorithm="one_shot" accepts at most.
 SLOT_BYTES = 256 * KIB
 # Staging of one thread for tensors that peers cannot map.
-
 STAGE_BYTES = 1024 * KIB
 # Calls from this size on are moved by all threads of a rank.
 THREADED_BYTES = 1024 * KIB

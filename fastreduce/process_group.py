@@ -75,7 +75,7 @@ class ProcessGroupTransport:
                 ended.value()
                 self._divide(tensor, op)
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(tensor)
 

@@ -1,0 +1,98 @@
+"""Types of the compiled module; see csrc/bindings.cpp."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+MAX_RANKS: int
+MAX_BLOCKS: int
+
+def instruction_set() -> str:
+    """Name of the instruction set that the kernels use on this processor: ``baseline``,
+    ``avx2`` or ``avx512``. The environment variable FASTREDUCE_ISA names a lower one."""
+
+def pack(
+    tensors: Sequence[int],
+    counts: Sequence[int],
+    offsets: Sequence[int],
+    flat: int,
+    tensor_dtype: int,
+    flat_dtype: int,
+    scale: float,
+) -> None: ...
+def unpack(
+    tensors: Sequence[int],
+    counts: Sequence[int],
+    offsets: Sequence[int],
+    flat: int,
+    tensor_dtype: int,
+    flat_dtype: int,
+    scale: float,
+) -> None: ...
+
+class Listener:
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> bytes: ...
+
+class Work:
+    def done(self) -> bool: ...
+    def wait(self, timeout: timedelta) -> bool: ...
+
+class Allocation:
+    def __init__(self, owner: HostCommunicator, nbytes: int) -> None: ...
+
+class HostCommunicator:
+    def __init__(
+        self,
+        listener: Listener,
+        rank: int,
+        addresses: Sequence[bytes],
+        token: bytes,
+        *,
+        timeout: timedelta,
+        connect_timeout: timedelta,
+        blocks: int,
+        slot_bytes: int,
+        stage_bytes: int,
+        block_bytes: int,
+        foreground_ns: tuple[int, int],
+        background_ns: tuple[int, int],
+        first_epoch: int,
+    ) -> None: ...
+    def run(
+        self,
+        kind: int,
+        input: int,
+        output: int,
+        count: int,
+        dtype: int,
+        op: int,
+        algorithm: int,
+        root: int,
+        scale: float,
+        segment: int,
+        /,
+    ) -> None: ...
+    def submit(
+        self,
+        kind: int,
+        input: int,
+        output: int,
+        count: int,
+        dtype: int,
+        op: int,
+        algorithm: int,
+        root: int,
+        scale: float,
+        segment: int,
+        notify: int,
+        /,
+    ) -> Work: ...
+    def next_completed(self) -> list[tuple[int, Work]]: ...
+    def add_segment(self, fd: int, base: int, nbytes: int, /) -> int: ...
+    def remove_segment(self, segment: int, /) -> None: ...
+    def close(self, drain: bool) -> None: ...
+    @property
+    def forked(self) -> bool: ...
+    @property
+    def slot_bytes(self) -> int: ...

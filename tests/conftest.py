@@ -1,0 +1,213 @@
+"""Ranks for tests: processes with a gloo group on loopback that run a test's function."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastreduce
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# Ranks start from a server that has imported torch once.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "fastreduce", "conftest"])
+
+TIMEOUT = 90.0
+
+
+def join_group(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+
+
+def _rank_main(pipe: Connection, rank: int, world_size: int, folder: str, loop: bool) -> None:
+    join_group(rank, world_size, folder)
+    state: dict[str, Any] = {}
+    try:
+        while (task := pipe.recv()) is not None:
+            function, arguments = task
+            try:
+                pipe.send((True, function(*arguments) if not loop else function(state, *arguments)))
+            except BaseException as error:
+                pipe.send((False, f"rank {rank}: {error!r}\n{traceback.format_exc()}"))
+    except EOFError:
+        pass
+    for value in state.values():
+        if isinstance(value, fastreduce.Communicator):
+            value.close()
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Processes 0 to world_size - 1 of a fresh gloo group.
+
+    ``run(f, *args)`` calls ``f(*args)`` (with ``loop``: ``f(state, *args)``, a dict that lives
+    as long as the rank) on every rank and returns the results in rank order.
+    """
+
+    def __init__(self, world_size: int, *, loop: bool = False) -> None:
+        self.world_size = world_size
+        self.folder = tempfile.mkdtemp(prefix="fastreduce-test-")
+        self.pipes: list[Connection] = []
+        self.failed = False
+        self.processes = []
+        for rank in range(world_size):
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_rank_main, args=(there, rank, world_size, self.folder, loop), daemon=True
+            )
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def start(self, rank: int, function: Callable[..., Any], *arguments: Any) -> None:
+        self.pipes[rank].send((function, arguments))
+
+    def result(self, rank: int, timeout: float = TIMEOUT) -> Any:
+        """What the started function returned; fails the test if it raised or its rank died."""
+        if not self.pipes[rank].poll(timeout):
+            self.kill()
+            pytest.fail(f"rank {rank} hangs")
+        try:
+            good, value = self.pipes[rank].recv()
+        except EOFError:
+            self.kill()
+            pytest.fail(f"rank {rank} died: exit code {self.processes[rank].exitcode}")
+        if not good:
+            self.failed = True
+            pytest.fail(value)
+        return value
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for rank in range(self.world_size):
+            self.start(rank, function, *arguments)
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            waiting = [p for rank, p in enumerate(self.pipes) if rank not in results]
+            ready = wait(waiting, TIMEOUT)
+            if not ready:
+                self.kill()
+                pytest.fail(f"ranks {set(range(self.world_size)) - set(results)} hang")
+            # Whoever fails first knows best.
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                results[rank] = self.result(rank)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+        # After a failure the others may wait for the one that failed.
+        deadline = time.monotonic() + (2 if self.failed else 30)
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        stuck = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        self.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        assert self.failed or not stuck, f"ranks {stuck} did not end"
+
+
+def shared_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Makes fresh ranks; afterwards no process and nothing in /dev/shm is left."""
+    before = shared_files()
+    made: list[Ranks] = []
+
+    def make(world_size: int) -> Ranks:
+        made.append(Ranks(world_size))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+    assert shared_files() <= before
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks that live through the session, for tests that only compute."""
+    before = shared_files()
+    pools: dict[int, Ranks] = {}
+
+    def get(world_size: int) -> Ranks:
+        group = pools.get(world_size)
+        if group is None or not all(p.is_alive() for p in group.processes):
+            group = pools[world_size] = Ranks(world_size, loop=True)
+        return group
+
+    yield get
+    for group in pools.values():
+        group.close()
+    assert shared_files() <= before
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal in every bit, but for which NaN a NaN is."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = integer[got.dtype.itemsize]
+    equal = got.contiguous().view(kind) == want.contiguous().view(kind)
+    if got.dtype.is_floating_point:
+        equal |= got.isnan() & want.isnan()
+    return bool(equal.all())
+
+
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 6e-8, 65504.0, 3e38]
+
+
+def make_inputs(
+    seed: int, world_size: int, count: int, dtype: torch.dtype, special: bool = False
+) -> list[torch.Tensor]:
+    """Every rank's input, different per rank and call, the same wherever it is made."""
+    inputs = []
+    for rank in range(world_size):
+        generator = torch.Generator().manual_seed(seed * 64 + rank)
+        if dtype.is_floating_point:
+            x = torch.randn(count, generator=generator, dtype=torch.float64) * 3
+            if special:
+                at = torch.randint(0, 4, (count,), generator=generator) == 0
+                values = torch.tensor(SPECIAL, dtype=torch.float64)
+                pick = values[torch.randint(0, len(SPECIAL), (count,), generator=generator)]
+                x = torch.where(at, pick, x)
+            inputs.append(x.to(torch.float32).to(dtype) if dtype.itemsize == 2 else x.to(dtype))
+        else:
+            info = torch.iinfo(dtype)
+            low, high = (info.min, info.max) if special else (max(info.min, -100), 100)
+            inputs.append(torch.randint(low, high, (count,), generator=generator, dtype=dtype))
+    return inputs

@@ -1,0 +1,239 @@
+"""Communicators come and go: several at once, sub-groups, forks, exits with and without close()."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastreduce
+
+TIMEOUT = 60.0
+
+
+def value_of(comm: fastreduce.Communicator, count: int = 5) -> float:
+    tensor = torch.full((count,), float(dist.get_rank() + 1))
+    comm.all_reduce(tensor, "sum")
+    return tensor[0].item()
+
+
+def members():
+    rank = dist.get_rank()
+    even, low = dist.new_group([0, 2]), dist.new_group([0, 1, 2])
+    whole = fastreduce.Communicator(timeout=TIMEOUT)
+    results = [value_of(whole)]
+    for group, inside in [(even, rank in (0, 2)), (low, rank < 3)]:
+        if inside:
+            comm = fastreduce.Communicator(group, timeout=TIMEOUT)
+            results += [value_of(comm), value_of(comm, 100_000)]
+        else:
+            with pytest.raises(ValueError, match="not a member"):
+                fastreduce.Communicator(group)
+    results.append(value_of(whole))
+    return results
+
+
+def test_subgroups(ranks):
+    results = ranks(4).run(members)
+    assert results[0] == results[2] == [10, 4, 4, 6, 6, 10]
+    assert results[1] == [10, 6, 6, 10]
+    assert results[3] == [10, 10]
+
+
+def many():
+    comms = [fastreduce.Communicator(timeout=TIMEOUT) for _ in range(4)]
+    works = []
+    tensors = [torch.full((200_000,), float(i)) for i in range(4)]
+    order = range(4) if dist.get_rank() == 0 else reversed(range(4))
+    # Order matters within a communicator only.
+    for i in order:
+        works.append(comms[i].all_reduce(tensors[i], "sum", async_op=True))
+    for work in works:
+        work.wait()
+    return [tensor[7].item() for tensor in tensors]
+
+
+def test_several_at_once(ranks):
+    assert ranks(2).run(many) == [[0, 2, 4, 6]] * 2
+
+
+def recreate():
+    before = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    for i in range(20):
+        comm = fastreduce.Communicator(timeout=TIMEOUT)
+        tensor = comm.empty(100_000).fill_(i)
+        comm.all_reduce(tensor, "sum")
+        comm.all_reduce(tensor, "sum", async_op=True).wait()
+        comm.all_reduce_future(tensor).wait()
+        comm.close()
+        comm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            comm.barrier()
+        assert tensor[0].item() == i * 4
+        del tensor
+    assert threading.active_count() == threads
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")) - before, maps.count("fastreduce (deleted)")
+
+
+def test_recreated_many_times_leaks_nothing(ranks):
+    for descriptors, mappings in ranks(2).run(recreate):
+        assert descriptors <= 2 and mappings == 0
+
+
+def mapped() -> int:
+    """Bytes of this process's mappings of fastreduce's segments."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "fastreduce" in line and "memfd" in line:
+            begin, end = line.split()[0].split("-")
+            total += int(end, 16) - int(begin, 16)
+    return total
+
+
+def allocations():
+    """Peers unmap what its owner has freed, at the next call."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    comm.barrier()
+    base = mapped()
+    for _ in range(30):
+        tensor = comm.empty(1 << 20)
+        view = tensor[5:]
+        del tensor
+        comm.all_reduce(view.fill_(1), "sum")
+        assert view[0].item() == comm.world_size
+        del view
+    gc.collect()
+    comm.barrier()
+    kept = comm.empty(1000)
+    comm.close()
+    kept.fill_(3)  # outlives its communicator
+    return (mapped() - base) / (4 << 20)
+
+
+def test_freed_allocations_are_unmapped(ranks):
+    assert all(left < 1 for left in ranks(2).run(allocations))
+
+
+def moved_storages():
+    """Storages that were moved and freed make room for others at the same address."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    for i in range(30):
+        tensor = torch.full((300_000,), float(i + comm.rank))
+        assert comm.all_reduce_future(tensor, "sum").wait()[0].item() == 2 * i + 1
+        assert tensor.is_shared()
+        del tensor
+        private = torch.full((300_000,), float(i))
+        comm.all_reduce(private, "sum")
+        assert private[-1].item() == 2 * i
+    return len(comm._shared._segments)
+
+
+def test_moved_storages_come_and_go(ranks):
+    assert all(left <= 2 for left in ranks(2).run(moved_storages))
+
+
+def forks():
+    """A forked child has a copy that refuses work, and its end disturbs nobody."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    tensor = comm.empty(1000).fill_(1)
+    comm.all_reduce(tensor, "sum", async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            comm.all_reduce(tensor)
+        except RuntimeError as error:
+            code = 0 if "after the fork" in str(error) else 2
+        comm.close()
+        del comm, tensor
+        gc.collect()
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    comm.all_reduce(tensor, "sum")
+    return tensor[0].item()
+
+
+def test_fork(ranks):
+    assert ranks(2).run(forks) == [4.0, 4.0]
+
+
+SCRIPT = """
+import sys, tempfile, torch, torch.distributed as dist, fastreduce
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+comm = fastreduce.Communicator(timeout=60)
+tensor = comm.empty(100_000).fill_(1)
+comm.all_reduce(tensor, "sum")
+future = comm.all_reduce_future(tensor)
+future.wait()
+if how == "async":
+    work = comm.all_reduce(tensor, async_op=True)
+    work.wait()
+if how == "raise" and rank == 0:
+    dist.destroy_process_group()
+    raise SystemExit(3)
+if how == "raise":
+    try:
+        comm.barrier()
+    except fastreduce.PeerClosedError:
+        print("told")
+dist.destroy_process_group()
+if how == "close":
+    comm.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "forget", "async", "raise"])
+def test_exit(tmp_path, how):
+    """With or without close(), after asynchronous work, and while the peer still waits."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store"), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    expected = [3 if how == "raise" else 0, 0]
+    assert [process.returncode for process in processes] == expected, outputs
+    if how == "raise":
+        assert outputs[1][0] == "told\n"
+    for _, errors in outputs:
+        assert "Traceback" not in errors and "terminate" not in errors
+
+
+def test_hook_state_is_not_copied_silently(ranks):
+    ranks(2).run(copies)
+
+
+def copies():
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    state = fastreduce.HookState(comm)
+    with pytest.raises(TypeError, match="register the hook again"):
+        pickle.dumps(state)
+    with pytest.raises(TypeError, match="register the hook again"):
+        copy.deepcopy(state)
+    state.close()
+    comm.barrier()  # still the caller's
+
+
+def test_without_a_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        fastreduce.Communicator()
