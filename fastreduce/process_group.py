@@ -3,6 +3,7 @@ tensors that do not lie in a CPU's memory. The backend decides the order of summ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,9 +28,10 @@ _OPS = {
 class _Work:
     """A backend's work, and what is left to do once it has ended."""
 
-    def __init__(self, work: Any, finish: Any) -> None:
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
         self._work = work
         self._finish = finish
+        self._waited = False
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         if timeout is None:
@@ -37,13 +39,13 @@ class _Work:
         else:
             limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
             self._work.wait(limit)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if not self._waited:
+            self._waited = True
+            self._finish()
 
     def is_completed(self) -> bool:
-        done: bool = self._work.is_completed()
-        return done
+        # Not every backend's work knows that it has been waited for.
+        return self._waited or bool(self._work.is_completed())
 
 
 class ProcessGroupTransport:
@@ -102,7 +104,7 @@ class ProcessGroupTransport:
 
     def barrier(self, async_op: bool) -> _Work | None:
         work = dist.barrier(group=self._group, async_op=async_op)
-        return None if work is None else _Work(work, None)
+        return None if work is None else _Work(work, lambda: None)
 
     def _finish(self, work: Any, tensor: Tensor, op: str) -> _Work | None:
         if work is None:

@@ -1,0 +1,121 @@
+"""Ranks that cannot share memory go through the process group, and the log says why, once."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastreduce
+from fastreduce import communicator as module
+
+TIMEOUT = 60.0
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("fastreduce").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def on_two_hosts(action):
+    """Makes rank 1 look like another host."""
+    real = module._read
+    if dist.get_rank() == 1:
+        module._read = lambda path: "another boot"
+    try:
+        return action()
+    finally:
+        module._read = real
+
+
+def everything():
+    lines = Lines()
+    comm = on_two_hosts(lambda: fastreduce.Communicator(timeout=TIMEOUT))
+    n, rank = comm.world_size, comm.rank
+    assert "process group" in repr(comm)
+    for async_op in [False, True]:
+
+        def wait(work, async_op=async_op):
+            assert (work is not None) == async_op
+            if work is not None:
+                work.wait()
+                assert work.is_completed()
+
+        tensor = torch.full((5,), rank + 1.0)
+        wait(comm.all_reduce(tensor, "mean", async_op=async_op))
+        assert tensor.tolist() == [1.5] * 5
+        wait(comm.all_reduce(tensor, "sum", async_op=async_op, scale=2.0))
+        assert tensor.tolist() == [6.0] * 5
+        least = torch.tensor([rank], dtype=torch.int32)
+        wait(comm.all_reduce(least, "max", async_op=async_op))
+        assert least.item() == n - 1
+        mean = torch.tensor([3 * rank + 1])
+        wait(comm.all_reduce(mean, "mean", async_op=async_op))
+        assert mean.item() == 2
+        part = torch.empty(2)
+        wait(comm.reduce_scatter(part, torch.arange(4.0), async_op=async_op))
+        assert part.tolist() == [2.0 * rank, 2.0 * rank + 1]
+        whole = torch.empty(2 * n)
+        wait(comm.all_gather(whole, torch.full((2,), float(rank)), async_op=async_op))
+        assert whole.tolist() == [0, 0, 1, 1]
+        wait(comm.broadcast(tensor.fill_(rank), 1, async_op))
+        assert tensor.tolist() == [1.0] * 5
+        wait(comm.barrier(async_op))
+    assert comm.empty(3, 2).shape == (3, 2)
+    with pytest.raises(ValueError, match="algorithm"):
+        comm.all_reduce(tensor, "sum", "two_shot")
+    with pytest.raises(RuntimeError, match="deterministic"):
+        on_two_hosts(lambda: fastreduce.Communicator(timeout=TIMEOUT, deterministic=True))
+    comm.close()
+    return lines.lines
+
+
+def test_collectives(ranks):
+    for lines in ranks(2).run(everything):
+        assert len(lines) == 1
+        assert "using the process group, because rank 1 runs on another host" in lines[0]
+
+
+def hook():
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    state = on_two_hosts(lambda: fastreduce.attach(ddp, timeout=TIMEOUT))
+    ddp(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+    state.close()
+    return ddp.module.weight.grad[0, 0].item()
+
+
+def test_hook(ranks):
+    assert ranks(2).run(hook) == [0.5, 0.5]
+
+
+def no_memory():
+    """A rank that cannot share memory tells the others; they do not wait for it."""
+    lines = Lines()
+    real = module._C.HostCommunicator
+
+    def refuse(*args, **kwargs):
+        raise OSError("no descriptors left")
+
+    if dist.get_rank() == 1:
+        module._C.HostCommunicator = refuse
+    module._CONNECT_SECONDS = 3.0
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    module._C.HostCommunicator = real
+    tensor = torch.ones(2)
+    comm.all_reduce(tensor, "sum")
+    assert tensor.tolist() == [2, 2]
+    return lines.lines
+
+
+def test_a_rank_without_memory(ranks):
+    for lines in ranks(2).run(no_memory):
+        assert len(lines) == 1 and "using the process group, because rank" in lines[0]
