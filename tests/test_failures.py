@@ -302,3 +302,25 @@ def closed_under_a_call():
 
 def test_closed_under_a_call(ranks):
     assert all(ranks(2).run(closed_under_a_call))
+
+
+def idle(async_op):
+    """Waits a second for a peer that computes, and tells what it cost."""
+    comm = fastreduce.Communicator(timeout=LONG)
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(1)
+        comm.barrier()
+        return 0.0
+    begin = time.process_time()
+    work = comm.barrier(async_op=async_op)
+    if work is not None:
+        work.wait()
+    return time.process_time() - begin
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_waiting_burns_no_core(ranks, world_size, async_op):
+    """Processor time, which a busy machine does not change."""
+    assert max(ranks(world_size).run(idle, async_op)) < 0.1

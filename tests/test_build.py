@@ -1,0 +1,71 @@
+"""A wheel builds in isolation, without torch, and says clearly what it needs to run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fastreduce
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy of the sources, so that no build product of the checkout is found."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ["setup.py", "pyproject.toml", "README.md", "csrc", "fastreduce"]:
+        done = run("cp", "-r", ROOT / name, source)
+        assert done.returncode == 0, done.stderr
+    for built in (source / "fastreduce").glob("*.so"):
+        built.unlink()
+    out = tmp_path_factory.mktemp("wheel")
+    done = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", out, source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning:" not in done.stdout + done.stderr
+    return next(out.glob("fastreduce-*.whl"))
+
+
+def test_contents(wheel):
+    assert wheel.stat().st_size < 5 << 20
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = next(archive.read(n).decode() for n in names if n.endswith("METADATA"))
+        binary = next(archive.read(n) for n in names if n.startswith("fastreduce/_C"))
+    assert "Requires-Dist: torch" not in metadata.replace("; extra", "")
+    assert b"libtorch" not in binary and b"libc10" not in binary
+    assert "fastreduce/py.typed" in names and "fastreduce/_C.pyi" in names
+
+
+def test_without_torch(wheel, tmp_path):
+    venv.create(tmp_path, with_pip=True)
+    python = tmp_path / "bin" / "python"
+    done = run(python, "-m", "pip", "install", "--no-index", "--no-deps", wheel)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(python, "-c", "import fastreduce", cwd=tmp_path)
+    assert done.returncode == 1 and "fastreduce needs torch 2.6 or newer" in done.stderr
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_instruction_set_can_be_lowered(isa):
+    code = "import fastreduce; print(fastreduce.instruction_set())"
+    done = run("env", f"FASTREDUCE_ISA={isa}", sys.executable, "-c", code)
+    order = ["baseline", "avx2", "avx512"]
+    best = fastreduce.instruction_set()
+    assert done.stdout.strip() == order[min(order.index(isa), order.index(best))]

@@ -1,0 +1,190 @@
+"""The command line, the demo and the example, as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.futures import Future
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from fastreduce import demo
+from fastreduce.__main__ import main
+
+EPOCHS = 4
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_digits.py"
+COMMAND = [sys.executable, "-m", "fastreduce", "demo", "--epochs"]
+
+
+def left_in(folder: Path) -> list[str]:
+    """What is left in a directory for temporary files, apart from torch's own cache."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def output(folder):
+    """What a short run prints."""
+    ended = subprocess.run(
+        [*COMMAND, str(EPOCHS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "TMPDIR": str(folder)},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def row(output: str, way: str) -> list[str]:
+    [line] = [li for li in output.splitlines() if li.startswith(way) and "epoch" not in li]
+    return line.removeprefix(way).split()
+
+
+def percent(text: str) -> float:
+    assert text.endswith("%")
+    return float(text[:-1])
+
+
+def test_all_ways_show_their_progress(output):
+    for way in (demo.ONE, demo.GLOO, demo.FAST):
+        lines = [li for li in output.splitlines() if li.startswith(way) and "epoch" in li]
+        assert len(lines) == EPOCHS
+        losses = [float(re.search(r"loss (\S+)", li)[1]) for li in lines]
+        assert losses[-1] < losses[0]
+
+
+def test_one_process_is_what_the_others_are_compared_with(output):
+    accuracy, difference, communication, seconds = row(output, demo.ONE)
+    assert 85 < percent(accuracy) <= 100
+    assert (difference, communication) == ("-", "-")
+    assert float(seconds) > 0
+
+
+@pytest.mark.parametrize("way", [demo.GLOO, demo.FAST])
+def test_ranks_reach_what_one_process_reaches(output, way):
+    accuracy, difference, communication, seconds = row(output, way)
+    assert abs(percent(accuracy) - percent(row(output, demo.ONE)[0])) < 1
+    assert 0 < float(difference) < 1e-4  # 0 would mean that something was compared with itself
+    assert float(communication) > 0
+    assert float(seconds) > 0
+
+
+def test_mean_of_the_parts_is_the_mean_of_the_batch(output):
+    found = re.search(r"differ by at most (\S+), (\S+) of the largest gradient", output)
+    assert float(found[1]) < 1e-6
+    assert float(found[2]) < 1e-5
+
+
+def test_no_file_is_left(output, folder):
+    assert left_in(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ("0", "expected at least 1, got 0"),
+        ("5", "expected a divisor of the batch of 96 digits, got 5"),
+        ("two", "invalid integer value: 'two'"),
+    ],
+)
+def test_ranks_that_cannot_share_a_batch(capsys, ranks, message):
+    with pytest.raises(SystemExit) as exit:
+        main(["demo", "--ranks", ranks])
+    assert exit.value.code == 2
+    assert f"argument --ranks: {message}" in capsys.readouterr().err
+
+
+def test_without_scikit_learn(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(["demo"]) == 2
+    assert "pip install scikit-learn" in capsys.readouterr().err
+
+
+def test_interrupt_ends_all_processes(tmp_path):
+    process = subprocess.Popen(
+        [*COMMAND, "30"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        next(line for line in process.stdout if line.startswith(demo.GLOO))  # the ranks run
+        process.send_signal(signal.SIGINT)
+        # Returns once no process holds the pipes any more.
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.strip() == "interrupted"
+    assert left_in(tmp_path) == []
+
+
+def fail_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise ArithmeticError("as the test wants")
+    signal.pause()
+
+
+def test_failing_rank_ends_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ProcessRaisedException, match="ArithmeticError: as the test wants"):
+        demo.run_ranks(fail_on_rank_1, 2)
+    assert left_in(tmp_path) == []
+
+
+def test_example():
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", "2", str(EXAMPLE)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert percent(re.fullmatch(r"test accuracy (\S+)", ended.stdout.strip())[1]) > 95
+
+
+def test_clock_counts_overlapping_calls_once(monkeypatch):
+    times = iter([1.0, 5.0, 20.0, 22.0])
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(times))
+    clock = demo.Clock()
+    for change in (clock.start, clock.start, clock.stop, clock.stop, clock.start, clock.stop):
+        change()
+    assert clock.seconds == 4.0 + 2.0
+
+
+def test_timed_hook_ends_with_the_future():
+    clock, future = demo.Clock(), Future()
+    timed = demo.timed(lambda state, bucket: future, clock)(None, None)
+    assert clock.seconds == 0
+    future.set_result(torch.ones(1))
+    assert timed.wait().item() == 1
+    assert clock.seconds > 0
+
+
+def test_batches_are_whole_and_repeatable():
+    settings = demo.Settings(ranks=2, epochs=2, seed=3)
+    epochs = demo.global_batches(500, settings)
+    assert [len(batches) for batches in epochs] == [500 // demo.BATCH] * 2
+    for batches in epochs:
+        drawn = torch.cat(batches)
+        assert all(len(batch) == demo.BATCH for batch in batches)
+        assert len(drawn.unique()) == len(drawn)
+    assert not torch.equal(epochs[0][0], epochs[1][0])
+    assert torch.equal(demo.global_batches(500, settings)[1][2], epochs[1][2])
