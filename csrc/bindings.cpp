@@ -220,6 +220,5 @@ PYBIND11_MODULE(_C, m) {
       .def("remove_segment", &HostCommunicator::remove_segment)
       .def("close", &HostCommunicator::close, py::arg("drain"),
            py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("forked", &HostCommunicator::forked)
-      .def_property_readonly("slot_bytes", &HostCommunicator::slot_bytes);
+      .def_property_readonly("forked", &HostCommunicator::forked);
 }

@@ -251,11 +251,26 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
     peers_.receive(p, &handle, deadline);
     peers_.watch(p, std::move(handle));
   }
-  for (int b = 1; b < options.blocks; ++b) helpers_.emplace_back([this, b] { help(b); });
   help_failures_.resize(options.blocks);
+  try {
+    for (int b = 1; b < options.blocks; ++b) helpers_.emplace_back([this, b] { help(b); });
+  } catch (...) {
+    dismiss_helpers();
+    throw;
+  }
 }
 
 HostCommunicator::~HostCommunicator() { close(false); }
+
+void HostCommunicator::dismiss_helpers() {
+  {
+    std::lock_guard<std::mutex> lock(help_mutex_);
+    help_stop_ = true;
+    help_wanted_.notify_all();
+  }
+  for (auto& helper : helpers_) helper.join();
+  helpers_.clear();
+}
 
 bool HostCommunicator::forked() const { return born_ != generation; }
 
@@ -668,12 +683,7 @@ void HostCommunicator::close(bool drain) {
     closed_ = true;
     completion_.notify_all();
   }
-  {
-    std::lock_guard<std::mutex> lock(help_mutex_);
-    help_stop_ = true;
-    help_wanted_.notify_all();
-  }
-  for (auto& helper : helpers_) helper.join();
+  dismiss_helpers();
   if (!broken_)
     for (int p = 0; p < view_.world(); ++p)
       if (p != view_.rank && view_.area[p] != nullptr)

@@ -181,7 +181,6 @@ class HostCommunicator {
   bool forked() const;
   int rank() const { return view_.rank; }
   int world() const { return view_.world(); }
-  std::size_t slot_bytes() const { return view_.layout.slot_bytes; }
 
  private:
   struct Own {
@@ -204,6 +203,7 @@ class HostCommunicator {
   Watch make_watch(const Patience& patience, const std::function<bool()>* interrupted) const;
   void communicate();
   void help(int block);
+  void dismiss_helpers();
 
   Options options_;
   unsigned born_;

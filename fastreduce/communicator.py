@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import secrets
@@ -35,13 +34,11 @@ _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _BARRIER = range(len(erro
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
 _OPS = {name: number for number, name in enumerate(errors.OPS)}
 _ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
-_ONE_SHOT, _TWO_SHOT = _ALGORITHMS["one_shot"], _ALGORITHMS["two_shot"]
+_ONE_SHOT, _TWO_SHOT, _RING = (_ALGORITHMS[name] for name in errors.ALGORITHMS)
 _BYTES = _DTYPES[torch.uint8]
 
 # How long the ranks of a host may take to find each other once all have entered the constructor.
 _CONNECT_SECONDS = 60.0
-
-_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Work(Protocol):
@@ -88,6 +85,7 @@ class _Host:
     cores: frozenset[int]
     threads: int
     token: bytes
+    problem: str
 
 
 class Communicator:
@@ -140,10 +138,10 @@ class Communicator:
         self.deterministic = deterministic
         self._group = ProcessGroupTransport(group)
         self._core, reason = self._share_memory(threads, _first_epoch)
-        self._closed = False
         self._said: set[str] = set()
+        self._choices: dict[tuple[str, int], int] = {}
         self._futures: dict[int, tuple[Future[Tensor], Tensor]] = {}
-        self._notifier: threading.Thread | None = None
+        self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._next_future = 0
         if self._core is None:
@@ -155,8 +153,8 @@ class Communicator:
             self._say(f"using the process group, because {reason}")
         else:
             self._shared = SharedTensors(self._core, self.world_size)
-            self._slot_bytes: int = self._core.slot_bytes
-        _open.add(self)
+            # Ends it with this object, or with the interpreter if nobody has closed it by then.
+            weakref.finalize(self, _end, self._core, self._notifier, False)
 
     # -- rendezvous ---------------------------------------------------------------------------
 
@@ -164,22 +162,30 @@ class Communicator:
         self, threads: int | None, first_epoch: int
     ) -> tuple[_C.HostCommunicator | None, str]:
         """The shared-memory core, or None and the reason, the same on all ranks."""
-        listener = _C.Listener()
-        cores = frozenset(os.sched_getaffinity(0))
+        listener: _C.Listener | None = None
+        problem = ""
+        try:
+            listener = _C.Listener()
+        except OSError as error:
+            problem = str(error)
         here = _Host(
             boot=_read("/proc/sys/kernel/random/boot_id"),
             network=os.readlink("/proc/self/ns/net"),
-            address=listener.address,
-            cores=cores,
+            address=b"" if listener is None else listener.address,
+            cores=frozenset(os.sched_getaffinity(0)),
             threads=threads or _C.MAX_BLOCKS,
             token=secrets.token_hex(16).encode(),
+            problem=problem,
         )
-        hosts: list[_Host] = self._group.all_gather_object(here)
+        hosts = self._group.all_gather_object(here)
         for rank, host in enumerate(hosts):
             if host.boot != hosts[0].boot:
                 return None, f"rank {rank} runs on another host than rank 0"
             if host.network != hosts[0].network:
                 return None, f"rank {rank} runs in another network namespace than rank 0"
+            if host.problem:
+                return None, f"rank {rank} could not open a socket: {host.problem}"
+        assert listener is not None
         if self.world_size > _C.MAX_RANKS:
             return None, f"there are {self.world_size} ranks, more than {_C.MAX_RANKS}"
 
@@ -191,7 +197,6 @@ class Communicator:
         foreground = policy.patience(topology, background=False)
         background = policy.patience(topology, background=True)
         core: _C.HostCommunicator | None = None
-        problem = ""
         try:
             core = _C.HostCommunicator(
                 listener,
@@ -215,7 +220,7 @@ class Communicator:
             )
         except (RuntimeError, OSError, ValueError) as error:
             problem = f"rank {self.rank} could not share memory: {error}"
-        problems: list[str] = self._group.all_gather_object(problem)
+        problems = self._group.all_gather_object(problem)
         first = next((p for p in problems if p), "")
         if not first:
             self.topology = topology
@@ -309,14 +314,15 @@ class Communicator:
         with self._lock:
             number = self._next_future
             self._next_future += 1
-            if self._notifier is None:
-                self._notifier = threading.Thread(
+            if not self._notifier:
+                notifier = threading.Thread(
                     target=_notify,
                     args=(core, self._futures),
                     name="fastreduce-futures",
                     daemon=True,
                 )
-                self._notifier.start()
+                notifier.start()
+                self._notifier.append(notifier)
         at = tensor.data_ptr()
         self._futures[number] = (future, tensor)
         call = (_ALL_REDUCE, at, at, tensor.numel(), dtype, opcode, code, 0, scale, segment)
@@ -420,14 +426,8 @@ class Communicator:
         self._close(drain=True)
 
     def _close(self, *, drain: bool) -> None:
-        if self._closed or (self._core is not None and self._core.forked):
-            return
-        self._closed = True
-        _open.discard(self)
         if self._core is not None:
-            self._core.close(drain=drain)
-        if self._notifier is not None and self._notifier is not threading.current_thread():
-            self._notifier.join()
+            _end(self._core, self._notifier, drain)
 
     def __enter__(self) -> Communicator:
         return self
@@ -485,13 +485,19 @@ class Communicator:
         return None
 
     def _algorithm(self, name: str, nbytes: int) -> int:
+        code = self._choices.get((name, nbytes))
+        if code is None:
+            code = self._choices[name, nbytes] = self._choose(name, nbytes)
+        if code == _RING:
+            self._refuse_if_deterministic("ring")
+        return code
+
+    def _choose(self, name: str, nbytes: int) -> int:
         if name == "auto":
             name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
         code = _number("algorithm", _ALGORITHMS, name)
-        if code == _ONE_SHOT and nbytes > self._slot_bytes:
-            raise ValueError(f"one_shot: expected at most {self._slot_bytes} bytes, got {nbytes}")
-        if name == "ring":
-            self._refuse_if_deterministic("ring")
+        if code == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
+            raise ValueError(f"one_shot: expected at most {policy.SLOT_BYTES} bytes, got {nbytes}")
         return code
 
     def _refuse_if_deterministic(self, what: str) -> None:
@@ -557,6 +563,14 @@ def _notify(core: _C.HostCommunicator, futures: dict[int, tuple[Future[Tensor], 
                 future.set_result(tensor)
 
 
+def _end(core: _C.HostCommunicator, notifier: list[threading.Thread], drain: bool) -> None:
+    """Closes a core; a second time, or in a forked child, does nothing."""
+    core.close(drain)
+    for thread in notifier:
+        if thread is not threading.current_thread() and not core.forked:
+            thread.join()
+
+
 def _number(what: str, table: dict[Any, int], key: Any) -> int:
     number = table.get(key)
     if number is None:
@@ -595,9 +609,3 @@ def _as_timedelta(seconds: float | timedelta) -> timedelta:
 def _read(path: str) -> str:
     with open(path) as file:
         return file.read().strip()
-
-
-@atexit.register
-def _close_all() -> None:
-    for communicator in list(_open):
-        communicator._close(drain=False)

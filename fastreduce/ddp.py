@@ -44,8 +44,8 @@ class HookState:
 
     def __getstate__(self) -> None:
         raise TypeError(
-            "a HookState holds connections to other processes and cannot be pickled or deep-copied: "
-            "register the hook again on the copy of the model"
+            "a HookState holds connections to other processes and cannot be pickled or "
+            "deep-copied: register the hook again on the copy of the model"
         )
 
 

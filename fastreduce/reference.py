@@ -26,11 +26,11 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 
 def _minimum(a: Tensor, b: Tensor) -> Tensor:
     """A NaN on either side wins; of two equal values (-0.0 and 0.0) the first stays."""
-    return torch.where((b < a) | (b != b), b, a)
+    return torch.where((b < a) | torch.isnan(b), b, a)
 
 
 def _maximum(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where((b > a) | (b != b), b, a)
+    return torch.where((b > a) | torch.isnan(b), b, a)
 
 
 COMBINE: dict[str, Combine] = {

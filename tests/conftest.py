@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -120,10 +121,8 @@ class Ranks:
 
     def close(self) -> None:
         for pipe in self.pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         # After a failure the others may wait for the one that failed.
         deadline = time.monotonic() + (2 if self.failed else 30)
         for process in self.processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_tree_is_the_documented_one(n):
 def test_chunks_cover_the_buffer(world_size, count):
     slices = [reference.chunk_of(count, world_size, r, 4) for r in range(world_size)]
     assert slices[0].start == 0 and slices[-1].stop == count
-    for left, right in zip(slices, slices[1:], strict=False):
+    for left, right in pairwise(slices):
         assert left.stop == right.start and (left.stop % 16 == 0 or left.stop == count)
 
 
