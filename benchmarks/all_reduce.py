@@ -12,14 +12,15 @@ Columns: size, time, algbw = size / time, busbw = algbw x 2 (N - 1) / N, and the
 elements of a checked call.
 
 The bound moves the same bytes with plain loops in the same processes, without any waiting:
-every buffer is read once and written once. MPI is measured if mpi4py is installed and its
-``mpiexec`` is found on PATH.
+every buffer is read once and written once. MPI is measured if mpi4py is installed and an
+``mpiexec`` is found beside this Python or on PATH; then it also starts the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import platform
@@ -37,7 +38,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 import fastreduce
 
@@ -46,6 +46,20 @@ SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 25 * MIB, 64
 QUICK = [KIB, 64 * KIB, MIB, 25 * MIB]
 BOUND = "bound"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Set in processes that an mpiexec has started.
+MPI_RUN = "FASTREDUCE_BENCHMARK_MPI"
+# What makes MPI libraries fast, or lets them run, in this setting; the caller's values win. The
+# allocator's keep their temporaries from being paged in anew by every call.
+MPI_SETTINGS = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "I_MPI_FABRICS": "shm",
+    "I_MPI_THREAD_YIELD": "2",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 
 Method = Callable[[], None]
 
@@ -66,13 +80,14 @@ def build_bound() -> ctypes.CDLL:
 class Rank:
     """One rank of the run: its communicator, its peers' libraries, its measurements."""
 
-    def __init__(self, rank: int, world_size: int, arena: list[Tensor], flags: Tensor) -> None:
+    def __init__(self, rank: int, world_size: int, folder: Path, largest: int) -> None:
         torch.set_num_threads(1)
         self.rank, self.world_size = rank, world_size
         self.communicator = fastreduce.Communicator(timeout=120)
         self.bound = build_bound()
-        self.arena = arena
-        self.flags = flags
+        # Memory of all ranks, mapped by all, for the bound alone.
+        self.arena = [map_file(folder / f"arena{r}", largest) for r in range(world_size)]
+        self.flags = map_file(folder / "flags", 4096)
         self.rounds = 0
         self.mpi = import_mpi()
 
@@ -191,41 +206,63 @@ def gloo(tensor: Tensor, op: str, world_size: int) -> None:
         tensor.div_(world_size)
 
 
+def map_file(path: Path, nbytes: int) -> Tensor:
+    """Shared bytes, zero at first."""
+    with open(path, "ab") as file:
+        file.truncate(nbytes)
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+
+
 def import_mpi() -> Any:
-    if "FASTREDUCE_BENCHMARK_MPI" not in os.environ:
+    """mpi4py's MPI in a process that an mpiexec has started, else None."""
+    if MPI_RUN not in os.environ:
         return None
     from mpi4py import MPI
 
     return MPI
 
 
-def work(rank: int, world_size: int, store: str, arena: list[Tensor], flags: Tensor,
-         arguments: argparse.Namespace) -> list[dict[str, Any]]:  # fmt: skip
-    """One rank's run; rank 0 prints."""
+def find_mpiexec() -> str | None:
+    """An mpiexec that goes with mpi4py, if that is installed."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    beside = str(Path(sys.executable).parent)
+    path = os.pathsep.join([beside, os.environ.get("PATH", "")])
+    return shutil.which("mpiexec.hydra", path=path) or shutil.which("mpiexec", path=path)
+
+
+def work(folder: Path) -> None:
+    """One rank's run; rank 0 prints and writes the results."""
+    arguments = argparse.Namespace(**json.loads((folder / "arguments").read_text()))
+    mpi = import_mpi()
+    if mpi is None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        rank, world_size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+        if rank == 0:
+            print(mpi.Get_library_version().partition("\n")[0])
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=300),
     )
-    here = Rank(rank, world_size, arena, flags)
+    here = Rank(rank, world_size, folder, max(arguments.sizes))
     results = []
-    try:
-        for dtype in arguments.dtypes:
-            for op in arguments.ops:
+    for dtype in arguments.dtypes:
+        for op in arguments.ops:
+            if rank == 0:
+                print(f"\n{world_size} ranks, {dtype}, {op}\n{HEADER}", flush=True)
+            for nbytes in arguments.sizes:
+                result = here.case(nbytes, DTYPES[dtype], op, arguments.seconds)
+                results.append(result)
                 if rank == 0:
-                    print(f"\n{world_size} ranks, {dtype}, {op}", flush=True)
-                    print(HEADER, flush=True)
-                for nbytes in arguments.sizes:
-                    result = here.case(nbytes, DTYPES[dtype], op, arguments.seconds)
-                    results.append(result)
-                    if rank == 0:
-                        print(table(result), flush=True)
-    finally:
-        here.communicator.close()
-        dist.destroy_process_group()
-    return results
+                    print(table(result), flush=True)
+    here.communicator.close()
+    dist.destroy_process_group()
+    if rank == 0:
+        (folder / "results").write_text(json.dumps(results))
 
 
 HEADER = (
@@ -287,22 +324,38 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def spawned(rank: int, world_size: int, store: str, arena: list[Tensor], flags: Tensor,
-            arguments: argparse.Namespace, output: str) -> None:  # fmt: skip
-    results = work(rank, world_size, store, arena, flags, arguments)
-    if rank == 0:
-        Path(output).write_text(json.dumps(results))
-
-
 def measure(world_size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs all cases on ``world_size`` ranks and returns their results."""
-    largest = max(arguments.sizes)
-    arena = [torch.zeros(largest, dtype=torch.uint8).share_memory_() for _ in range(world_size)]
-    flags = torch.zeros(64, dtype=torch.int32).share_memory_()
-    with tempfile.TemporaryDirectory() as folder:
-        store, output = f"{folder}/store", f"{folder}/results"
-        spawn(spawned, (world_size, store, arena, flags, arguments, output), nprocs=world_size)
-        results: list[dict[str, Any]] = json.loads(Path(output).read_text())
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    command = [sys.executable, "-m", "benchmarks.all_reduce", "--worker"]
+    with tempfile.TemporaryDirectory(prefix="fastreduce-benchmark-", dir=memory) as folder:
+        Path(folder, "arguments").write_text(json.dumps(vars(arguments)))
+        command.append(folder)
+        if arguments.mpiexec:
+            started = [[arguments.mpiexec, "-n", str(world_size), *command]]
+            environments = [MPI_SETTINGS | {MPI_RUN: "1"} | dict(os.environ)]
+        else:
+            started = [command] * world_size
+            environments = [
+                dict(os.environ) | {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+                for rank in range(world_size)
+            ]
+        processes = [
+            subprocess.Popen(words, env=environment)
+            for words, environment in zip(started, environments, strict=True)
+        ]
+        try:
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes):
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.wait()
+        if any(process.returncode for process in processes):
+            raise SystemExit(f"a rank failed: exit codes {[p.returncode for p in processes]}")
+        results: list[dict[str, Any]] = json.loads(Path(folder, "results").read_text())
     return results
 
 
@@ -334,6 +387,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few sizes, short")
     parser.add_argument("--json", help="write the results there")
     parser.add_argument("--plot", help="write a PNG there")
+    parser.add_argument("--mpiexec", default=find_mpiexec(), help='"" for none')
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.sizes, arguments.seconds = QUICK, 0.3
@@ -342,6 +397,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     arguments = parse(argv)
+    if arguments.worker:
+        work(Path(arguments.worker))
+        return []
     about = machine()
     print("  ".join(f"{key} {value}" for key, value in about.items()))
     results = []
@@ -357,4 +415,4 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    main()

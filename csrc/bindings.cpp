@@ -48,13 +48,17 @@ class Allocation {
   int id_ = -1;
 };
 
-Call make_call(int kind, int dtype, int op, int algorithm, int root, std::uint64_t count,
-               double scale, int segment) {
+// What stays the same in calls alike: kind, dtype, op and algorithm, a byte each.
+std::uint32_t plan(int kind, int dtype, int op, int algorithm) {
+  return static_cast<std::uint32_t>(kind | dtype << 8 | op << 16 | algorithm << 24);
+}
+
+Call make_call(std::uint32_t plan, std::uint64_t count, int root, double scale, int segment) {
   Call call;
-  call.kind = static_cast<Kind>(kind);
-  call.dtype = static_cast<DType>(dtype);
-  call.op = static_cast<Op>(op);
-  call.algorithm = static_cast<Algorithm>(algorithm);
+  call.kind = static_cast<Kind>(plan & 0xff);
+  call.dtype = static_cast<DType>(plan >> 8 & 0xff);
+  call.op = static_cast<Op>(plan >> 16 & 0xff);
+  call.algorithm = static_cast<Algorithm>(plan >> 24);
   call.root = root;
   call.count = count;
   call.scale = scale;
@@ -105,6 +109,7 @@ PYBIND11_MODULE(_C, m) {
   });
 
   m.def("instruction_set", [] { return kernels().name; });
+  m.def("plan", &plan);
   m.attr("MAX_RANKS") = kMaxRanks;
   m.attr("MAX_BLOCKS") = kMaxBlocks;
 
@@ -193,18 +198,17 @@ PYBIND11_MODULE(_C, m) {
           py::arg("slot_bytes"), py::arg("stage_bytes"), py::arg("block_bytes"),
           py::arg("foreground_ns"), py::arg("background_ns"), py::arg("first_epoch"))
       .def("run",
-           [](HostCommunicator& self, int kind, Address in, Address out, std::uint64_t count,
-              int dtype, int op, int algorithm, int root, double scale, int segment) {
-             const Call call = make_call(kind, dtype, op, algorithm, root, count, scale, segment);
+           [](HostCommunicator& self, std::uint32_t plan, Address in, Address out,
+              std::uint64_t count, int root, double scale, int segment) {
+             const Call call = make_call(plan, count, root, scale, segment);
              py::gil_scoped_release release;
              self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
                       check_signals);
            })
       .def("submit",
-           [](HostCommunicator& self, int kind, Address in, Address out, std::uint64_t count,
-              int dtype, int op, int algorithm, int root, double scale, int segment,
-              std::int64_t notify) {
-             const Call call = make_call(kind, dtype, op, algorithm, root, count, scale, segment);
+           [](HostCommunicator& self, std::uint32_t plan, Address in, Address out,
+              std::uint64_t count, int root, double scale, int segment, std::int64_t notify) {
+             const Call call = make_call(plan, count, root, scale, segment);
              py::gil_scoped_release release;
              return self.submit(call, reinterpret_cast<const void*>(in),
                                 reinterpret_cast<void*>(out), notify);

@@ -211,6 +211,7 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
   areas_.resize(world);
   remote_.resize(world);
   messages_read_.resize(world);
+  calls_.resize(world);
 
   const std::size_t bytes = view_.layout.bytes();
   const Descriptor own = create_segment(bytes);
@@ -451,18 +452,9 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
     throw std::invalid_argument("one_shot: expected at most " +
                                 std::to_string(view_.layout.slot_bytes) + " bytes, got " +
                                 std::to_string(bytes));
-  flush_removals();
-  if (!staged_before && call.segment < 0) locate(call, in, bytes);
-  {
-    std::lock_guard<std::mutex> lock(control_mutex_);
-    if (call.segment >= 0) {
-      const Own& own = own_.at(call.segment);
-      call.offset = static_cast<std::uint64_t>(static_cast<const char*>(in) - own.base);
-      if (call.offset + bytes > own.bytes)
-        throw std::invalid_argument("the tensor ends outside its segment");
-    }
-    call.messages = messages_sent_;
-  }
+  if (removals_waiting_) flush_removals();
+  if (!staged_before) locate(call, in, bytes);
+  call.messages = messages_sent_;
 
   Job job;
   job.call = call;
@@ -476,13 +468,13 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
     std::memcpy(view_.slot(view_.rank, job.epoch), in, bytes);
 
   HostBlock leader(watch, progress_[0], 0, 1);
-  Call calls[kMaxRanks];
+  Call* const calls = calls_.data();
   if (!enter(leader, view_, job.epoch, call, calls)) give_up(leader.failure());
   const int failed = failed_peer(view_);
   if (failed >= 0) give_up(view_.failure(failed));
   for (int p = 1; p < world; ++p) {
+    if (std::memcmp(&calls[0], &calls[p], offsetof(Call, segment)) == 0) continue;
     const Difference difference = compare(calls[0], calls[p]);
-    if (difference.field == Field::none) continue;
     FailureRecord record;
     record.failure = Failure::mismatch;
     record.field = difference.field;
@@ -599,10 +591,17 @@ void HostCommunicator::help(int index) {
 void HostCommunicator::locate(Call& call, const void* in, std::size_t bytes) {
   const auto* begin = static_cast<const char*>(in);
   std::lock_guard<std::mutex> lock(control_mutex_);
-  auto after = allocations_.upper_bound(begin);
-  if (after == allocations_.begin()) return;
-  const auto& [base, entry] = *--after;
-  if (begin + bytes <= base + entry.first) call.segment = entry.second;
+  if (call.segment < 0) {
+    auto after = allocations_.upper_bound(begin);
+    if (after == allocations_.begin()) return;
+    const auto& [base, entry] = *--after;
+    if (begin + bytes > base + entry.first) return;
+    call.segment = entry.second;
+  }
+  const Own& own = own_.at(call.segment);
+  call.offset = static_cast<std::uint64_t>(begin - own.base);
+  if (call.offset + bytes > own.bytes)
+    throw std::invalid_argument("the tensor ends outside its segment");
 }
 
 // Every rank decides from the same announcements, so all decide alike.
@@ -647,7 +646,9 @@ int HostCommunicator::add_segment(int fd, const void* base, std::size_t bytes) {
 
 void HostCommunicator::remove_segment(int id) {
   std::lock_guard<std::mutex> lock(control_mutex_);
-  if (own_.erase(id) != 0) removals_.push_back(id);
+  if (own_.erase(id) == 0) return;
+  removals_.push_back(id);
+  removals_waiting_ = true;
 }
 
 void HostCommunicator::add_allocation(int id, const void* base, std::size_t bytes) {
@@ -664,6 +665,7 @@ void HostCommunicator::flush_removals() {
   std::lock_guard<std::mutex> lock(control_mutex_);
   for (const int id : removals_) tell_peers({Message::Type::unmap, id, 0}, -1);
   removals_.clear();
+  removals_waiting_ = false;
 }
 
 void HostCommunicator::close(bool drain) {

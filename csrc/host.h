@@ -79,7 +79,7 @@ struct Job {
   const void* in = nullptr;
   void* out = nullptr;
   bool direct = false;          // `peers` holds every rank's tensor, mapped here
-  void* peers[kMaxRanks] = {};  // a broadcast fills in its root's only
+  void* peers[kMaxRanks];  // a broadcast fills in its root's only
   bool far = false;             // the ranks' cores share no cache
 };
 
@@ -212,16 +212,18 @@ class HostCommunicator {
   Peers peers_;
   std::uint32_t epoch_;
   std::vector<Progress> progress_;
+  std::vector<Call> calls_;  // what each rank announced for the current call
   std::uint32_t staged_calls_ = 0;
   bool far_ = false;
 
   // Segments.
   std::mutex control_mutex_;
   int next_segment_ = 0;
-  std::uint32_t messages_sent_ = 0;
+  std::atomic<std::uint32_t> messages_sent_{0};
   std::map<int, Own> own_;
   std::map<const char*, std::pair<std::size_t, int>> allocations_;
   std::vector<int> removals_;
+  std::atomic<bool> removals_waiting_{false};
   std::vector<std::map<int, Mapping>> remote_;
   std::vector<std::uint32_t> messages_read_;
 

@@ -10,6 +10,9 @@ def instruction_set() -> str:
     """Name of the instruction set that the kernels use on this processor: ``baseline``,
     ``avx2`` or ``avx512``. The environment variable FASTREDUCE_ISA names a lower one."""
 
+def plan(kind: int, dtype: int, op: int, algorithm: int, /) -> int:
+    """What stays the same in calls alike, for ``run`` and ``submit``."""
+
 def pack(
     tensors: Sequence[int],
     counts: Sequence[int],
@@ -61,13 +64,10 @@ class HostCommunicator:
     ) -> None: ...
     def run(
         self,
-        kind: int,
+        plan: int,
         input: int,
         output: int,
         count: int,
-        dtype: int,
-        op: int,
-        algorithm: int,
         root: int,
         scale: float,
         segment: int,
@@ -75,13 +75,10 @@ class HostCommunicator:
     ) -> None: ...
     def submit(
         self,
-        kind: int,
+        plan: int,
         input: int,
         output: int,
         count: int,
-        dtype: int,
-        op: int,
-        algorithm: int,
         root: int,
         scale: float,
         segment: int,

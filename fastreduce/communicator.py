@@ -35,7 +35,7 @@ _DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTY
 _OPS = {name: number for number, name in enumerate(errors.OPS)}
 _ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 _ONE_SHOT, _TWO_SHOT, _RING = (_ALGORITHMS[name] for name in errors.ALGORITHMS)
-_BYTES = _DTYPES[torch.uint8]
+_BARRIER_PLAN = _C.plan(_BARRIER, _DTYPES[torch.uint8], _OPS["sum"], _ONE_SHOT)
 
 # How long the ranks of a host may take to find each other once all have entered the constructor.
 _CONNECT_SECONDS = 60.0
@@ -110,6 +110,10 @@ class Communicator:
         deterministic: refuse what cannot promise the order of summation (``ring``, the process
             group). ``torch.use_deterministic_algorithms(True)`` does the same.
 
+    Attributes:
+        rank, world_size: of the group.
+        shared_memory: False if the calls go through the process group.
+
     Raises:
         ValueError: this process is no member of ``group``, or an argument is out of range.
         RuntimeError: ``deterministic`` was asked for and the ranks cannot share memory.
@@ -138,8 +142,10 @@ class Communicator:
         self.deterministic = deterministic
         self._group = ProcessGroupTransport(group)
         self._core, reason = self._share_memory(threads, _first_epoch)
+        self.shared_memory = self._core is not None
         self._said: set[str] = set()
-        self._choices: dict[tuple[str, int], int] = {}
+        # For all_reduce, by dtype, number of elements, op and algorithm.
+        self._plans: dict[tuple[torch.dtype, int, str, str], tuple[int, bool]] = {}
         self._futures: dict[int, tuple[Future[Tensor], Tensor]] = {}
         self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -256,26 +262,23 @@ class Communicator:
             ValueError, TypeError: an argument is not allowed; nothing was sent.
             CommunicatorError: see :mod:`fastreduce.errors`.
         """
-        dtype = _DTYPES.get(tensor.dtype)
-        opcode = _OPS.get(op)
         core = self._core
-        if dtype is None or opcode is None or core is None or not tensor.is_cpu:
+        if core is None or not tensor.is_cpu:
             return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale)
         if not tensor.is_contiguous():
             self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
             return None
-        if scale != 1.0 and not tensor.is_floating_point():
-            raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
-        nbytes = tensor.nbytes
-        code = self._algorithm(algorithm, nbytes)
-        segment = NOT_SHARED
-        if code == _TWO_SHOT and nbytes:
-            segment = self._shared.segment_of(tensor, move=False)
+        count = tensor.numel()
+        key = (tensor.dtype, count, op, algorithm)
+        plan, two_shot = self._plans.get(key) or self._plan(key)
+        if scale != 1.0:
+            _check_scale(scale, tensor)
+        segment = self._shared.segment_of(tensor, move=False) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
-        call = (_ALL_REDUCE, at, at, tensor.numel(), dtype, opcode, code, 0, scale, segment)
         if async_op:
-            return _HostWork(core.submit(*call, -1), (tensor,))
-        core.run(*call)
+            work = core.submit(plan, at, at, count, 0, scale, segment, -1)
+            return _HostWork(work, (tensor,))
+        core.run(plan, at, at, count, 0, scale, segment)
         return None
 
     def all_reduce_future(
@@ -305,12 +308,11 @@ class Communicator:
             return
         if tensor.layout is not torch.strided or not tensor.is_contiguous():
             raise ValueError("tensor: expected a dense contiguous tensor")
-        dtype = _number("dtype", _DTYPES, tensor.dtype)
-        opcode = _number("op", _OPS, op)
-        code = self._algorithm("auto", tensor.nbytes)
-        segment = NOT_SHARED
-        if code == _TWO_SHOT:
-            segment = self._shared.segment_of(tensor, move=True)
+        count = tensor.numel()
+        key = (tensor.dtype, count, op, "auto")
+        plan, two_shot = self._plans.get(key) or self._plan(key)
+        _check_scale(scale, tensor)
+        segment = self._shared.segment_of(tensor, move=True) if two_shot else NOT_SHARED
         with self._lock:
             number = self._next_future
             self._next_future += 1
@@ -325,9 +327,8 @@ class Communicator:
                 self._notifier.append(notifier)
         at = tensor.data_ptr()
         self._futures[number] = (future, tensor)
-        call = (_ALL_REDUCE, at, at, tensor.numel(), dtype, opcode, code, 0, scale, segment)
         try:
-            core.submit(*call, number)
+            core.submit(plan, at, at, count, 0, scale, segment, number)
         except BaseException:
             del self._futures[number]
             raise
@@ -350,16 +351,22 @@ class Communicator:
             op, async_op, scale: as for :meth:`all_reduce`.
         """
         _check_pair("input", input, "output", output, self.world_size)
-        dtype = _number("dtype", _DTYPES, output.dtype)
-        opcode = _number("op", _OPS, op)
-        if scale != 1.0 and not output.is_floating_point():
-            raise ValueError(f"scale: expected 1.0 for {output.dtype}, got {scale}")
+        _number("dtype", _DTYPES, output.dtype)
+        _number("op", _OPS, op)
+        _check_scale(scale, output)
         self._check_overlap(whole=input, part=output)
         if self._core is None or not output.is_cpu:
             self._refuse_if_deterministic("the process group")
             return self._group.reduce_scatter(output, input, op, async_op, scale)
         return self._call(
-            _REDUCE_SCATTER, input, output, output.numel(), dtype, opcode, 0, scale, async_op
+            _REDUCE_SCATTER,
+            input,
+            output,
+            output.numel(),
+            async_op,
+            dtype=output.dtype,
+            op=op,
+            scale=scale,
         )
 
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool = False) -> Work | None:
@@ -374,9 +381,7 @@ class Communicator:
         self._check_overlap(whole=output, part=input)
         if self._core is None or not input.is_cpu:
             return self._group.all_gather(output, input, async_op)
-        return self._call(
-            _ALL_GATHER, input, output, input.nbytes, _BYTES, _OPS["sum"], 0, 1.0, async_op
-        )
+        return self._call(_ALL_GATHER, input, output, input.nbytes, async_op)
 
     def broadcast(self, tensor: Tensor, root: int = 0, async_op: bool = False) -> Work | None:
         """``tensor`` becomes what it is on rank ``root`` (a rank of the group).
@@ -389,18 +394,16 @@ class Communicator:
         _check_dense("tensor", tensor)
         if self._core is None or not tensor.is_cpu:
             return self._group.broadcast(tensor, root, async_op)
-        return self._call(
-            _BROADCAST, tensor, tensor, tensor.nbytes, _BYTES, _OPS["sum"], root, 1.0, async_op
-        )
+        return self._call(_BROADCAST, tensor, tensor, tensor.nbytes, async_op, root=root)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Returns on no rank before all ranks have called it."""
         if self._core is None:
             return self._group.barrier(async_op)
-        call = (_BARRIER, 0, 0, 0, _BYTES, _OPS["sum"], _ONE_SHOT, 0, 1.0, NOT_SHARED)
         if async_op:
-            return _HostWork(self._core.submit(*call, -1), ())
-        self._core.run(*call)
+            work = self._core.submit(_BARRIER_PLAN, 0, 0, 0, 0, 1.0, NOT_SHARED, -1)
+            return _HostWork(work, ())
+        self._core.run(_BARRIER_PLAN, 0, 0, 0, 0, 1.0, NOT_SHARED)
         return None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -442,7 +445,7 @@ class Communicator:
         self._close(drain=kind is None)
 
     def __repr__(self) -> str:
-        path = "process group" if self._core is None else "shared memory"
+        path = "shared memory" if self.shared_memory else "process group"
         return f"<Communicator rank {self.rank} of {self.world_size} over {path}>"
 
     # -- the less travelled ways --------------------------------------------------------------
@@ -453,52 +456,41 @@ class Communicator:
         input: Tensor,
         output: Tensor,
         count: int,
-        dtype: int,
-        op: int,
-        root: int,
-        scale: float,
         async_op: bool,
+        *,
+        dtype: torch.dtype = torch.uint8,
+        op: str = "sum",
+        root: int = 0,
+        scale: float = 1.0,
     ) -> Work | None:
         core = self._core
         assert core is not None
-        nbytes = input.nbytes
-        segment = NOT_SHARED
-        algorithm = _ONE_SHOT
-        if nbytes > policy.one_shot_limit(self.world_size, self.topology):
-            algorithm = _TWO_SHOT
-            segment = self._shared.segment_of(input, move=False)
-        call = (
-            kind,
-            input.data_ptr(),
-            output.data_ptr(),
-            count,
-            dtype,
-            op,
-            algorithm,
-            root,
-            scale,
-            segment,
-        )
+        algorithm, segment = _ONE_SHOT, NOT_SHARED
+        if input.nbytes > policy.one_shot_limit(self.world_size, self.topology):
+            algorithm, segment = _TWO_SHOT, self._shared.segment_of(input, move=False)
+        plan = _C.plan(kind, _DTYPES[dtype], _OPS[op], algorithm)
+        call = (plan, input.data_ptr(), output.data_ptr(), count, root, scale, segment)
         if async_op:
             return _HostWork(core.submit(*call, -1), (input, output))
         core.run(*call)
         return None
 
-    def _algorithm(self, name: str, nbytes: int) -> int:
-        code = self._choices.get((name, nbytes))
-        if code is None:
-            code = self._choices[name, nbytes] = self._choose(name, nbytes)
-        if code == _RING:
-            self._refuse_if_deterministic("ring")
-        return code
-
-    def _choose(self, name: str, nbytes: int) -> int:
+    def _plan(self, key: tuple[torch.dtype, int, str, str]) -> tuple[int, bool]:
+        """How to all-reduce so many elements: the call's plan, and whether it is two_shot."""
+        dtype, count, op, name = key
+        codes = _number("dtype", _DTYPES, dtype), _number("op", _OPS, op)
+        nbytes = count * dtype.itemsize
         if name == "auto":
             name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
-        code = _number("algorithm", _ALGORITHMS, name)
-        if code == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
+        algorithm = _number("algorithm", _ALGORITHMS, name)
+        if algorithm == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
             raise ValueError(f"one_shot: expected at most {policy.SLOT_BYTES} bytes, got {nbytes}")
-        return code
+        plan = _C.plan(_ALL_REDUCE, *codes, algorithm), algorithm == _TWO_SHOT
+        if algorithm == _RING:
+            self._refuse_if_deterministic("ring")  # asked anew in every call
+        else:
+            self._plans[key] = plan
+        return plan
 
     def _refuse_if_deterministic(self, what: str) -> None:
         if self.deterministic or torch.are_deterministic_algorithms_enabled():
@@ -515,8 +507,7 @@ class Communicator:
             raise ValueError(
                 f'algorithm: expected "auto" where memory is not shared, got "{algorithm}"'
             )
-        if scale != 1.0 and not tensor.is_floating_point():
-            raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
+        _check_scale(scale, tensor)
         if self._core is not None:
             self._say(f"tensors on {tensor.device.type} go through the process group")
         self._refuse_if_deterministic("the process group")
@@ -578,6 +569,11 @@ def _number(what: str, table: dict[Any, int], key: Any) -> int:
         kind = TypeError if what == "dtype" else ValueError
         raise kind(f"{what}: expected one of {allowed}, got {key}")
     return number
+
+
+def _check_scale(scale: float, tensor: Tensor) -> None:
+    if scale != 1.0 and not tensor.is_floating_point():
+        raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

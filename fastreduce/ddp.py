@@ -1,7 +1,7 @@
 """The DistributedDataParallel communication hook and its state."""
 
-import logging
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fastreduce.communicator import Communicator
-
-logger = logging.getLogger("fastreduce")
 
 
 class HookState:
@@ -42,6 +40,18 @@ class HookState:
         if self._owned:
             self.communicator.close()
 
+    def __enter__(self) -> "HookState":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._owned:
+            self.communicator.__exit__(kind, error, trace)
+
     def __getstate__(self) -> None:
         raise TypeError(
             "a HookState holds connections to other processes and cannot be pickled or "
@@ -72,8 +82,8 @@ def attach(
 ) -> HookState:
     """Registers :func:`all_reduce_hook` on a DDP model, over the model's own process group.
 
-    Collective among the ranks of that group. Returns the state; ``state.close()``, or the end
-    of the process, frees what it holds.
+    Collective among the ranks of that group. Returns the state; ``state.close()``, leaving it as
+    a context manager, or the end of the process frees what it holds.
 
     Args:
         ddp: a model without a communication hook.

@@ -278,10 +278,13 @@ def test_error_in_backward(ranks):
 
 def sparse():
     ddp = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
-    state = fastreduce.attach(ddp, timeout=TIMEOUT)
-    with pytest.raises(RuntimeError, match="dense contiguous"):
+    with (
+        fastreduce.attach(ddp, timeout=TIMEOUT) as state,
+        pytest.raises(RuntimeError, match="dense contiguous"),
+    ):
         ddp(torch.tensor([1, 2])).sum().backward()
-    state.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        state.communicator.barrier()
 
 
 def test_sparse_gradients_are_refused(ranks):

@@ -114,7 +114,7 @@ def test_without_scikit_learn(capsys, monkeypatch):
 
 def test_interrupt_ends_all_processes(tmp_path):
     process = subprocess.Popen(
-        [*COMMAND, "30"],
+        [*COMMAND, "15"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
