@@ -7,6 +7,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -33,8 +37,10 @@ const Kernels& kernels() {
     const char* wanted = std::getenv("FASTREDUCE_ISA");
     const std::string limit = wanted == nullptr ? "" : wanted;
     __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                          __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+    unsigned a = 0, b = 0, c = 0, d = 0;  // clang's builtin does not know f16c
+    const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+    const bool has_avx2 = has_f16c && __builtin_cpu_supports("avx2") &&
+                          __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
     const bool has_avx512 =
         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&

@@ -78,9 +78,9 @@ struct Job {
   std::uint32_t epoch = 0;
   const void* in = nullptr;
   void* out = nullptr;
-  bool direct = false;          // `peers` holds every rank's tensor, mapped here
+  bool direct = false;     // `peers` holds every rank's tensor, mapped here
   void* peers[kMaxRanks];  // a broadcast fills in its root's only
-  bool far = false;             // the ranks' cores share no cache
+  bool far = false;        // the ranks' cores share no cache
 };
 
 // What is compiled once per instruction set.

@@ -1,0 +1,455 @@
+// What ranks are asked to do: every collective in every form, with other inputs in every call
+// and on every rank, compared bit for bit with reference.h.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "all_reduce.h"
+#include "collectives.h"
+#include "ranks.h"
+#include "reference.h"
+
+namespace fastreduce::test {
+
+enum class Form {
+  one_shot,
+  two_shot,
+  two_shot_staged,
+  two_shot_staged_far,
+  ring,
+  reduce_scatter_one_shot,
+  reduce_scatter,
+  reduce_scatter_staged,
+  all_gather_one_shot,
+  all_gather,
+  all_gather_staged,
+  broadcast_one_shot,
+  broadcast,
+  broadcast_staged,
+};
+
+// In the order of Form.
+constexpr const char* kForms[] = {
+    "one_shot",
+    "two_shot",
+    "two_shot_staged",
+    "two_shot_staged_far",
+    "ring",
+    "reduce_scatter_one_shot",
+    "reduce_scatter",
+    "reduce_scatter_staged",
+    "all_gather_one_shot",
+    "all_gather",
+    "all_gather_staged",
+    "broadcast_one_shot",
+    "broadcast",
+    "broadcast_staged",
+};
+inline const char* name_of(Form form) { return kForms[static_cast<int>(form)]; }
+
+inline bool is_one_shot(Form form) {
+  return form == Form::one_shot || form == Form::reduce_scatter_one_shot ||
+         form == Form::all_gather_one_shot || form == Form::broadcast_one_shot;
+}
+inline bool is_reduce_scatter(Form form) {
+  return form >= Form::reduce_scatter_one_shot && form <= Form::reduce_scatter_staged;
+}
+inline bool is_transfer(Form form) { return form >= Form::all_gather_one_shot; }
+inline bool is_all_gather(Form form) {
+  return form >= Form::all_gather_one_shot && form <= Form::all_gather_staged;
+}
+
+// The largest call of a form: all of a slot, or several pieces of every block.
+inline std::size_t largest_count(Form form, const Shape& shape, std::size_t item, std::size_t acc) {
+  const std::size_t world = shape.world;
+  const std::size_t blocks = shape.blocks;
+  const std::size_t stage = shape.stage_bytes / 4;
+  switch (form) {
+    case Form::one_shot:
+    case Form::all_gather_one_shot:
+    case Form::broadcast_one_shot:
+      return shape.slot_bytes / item;
+    case Form::reduce_scatter_one_shot:
+      return shape.slot_bytes / item / world;
+    case Form::two_shot_staged:
+    case Form::two_shot_staged_far:
+      return 6 * blocks * (stage / (world + 1) / 64 * 64 * world / item) + 5;
+    case Form::ring:
+      return 3 * blocks * world * (stage / acc) + 5;
+    case Form::reduce_scatter_staged:
+      return 6 * blocks * (stage / world / item) + 5;
+    case Form::all_gather_staged:
+    case Form::broadcast_staged:
+      return 6 * blocks * (stage / item) + 5;
+    default:
+      return 300 * blocks + 5;
+  }
+}
+
+// Nothing, one element, odd tails, whole cache lines, many pieces.
+inline std::size_t count_of(int call, std::size_t largest, Random& random) {
+  const auto limit = static_cast<std::uint32_t>(largest);
+  switch (call % 8) {
+    case 0:
+      return 1;
+    case 1:
+      return largest;
+    case 2:
+      return largest - largest / 7 - 1;
+    case 3:
+      return std::min<std::size_t>(64, largest);
+    case 4:
+      return random.below(limit) + 1;
+    case 5:
+      return std::min<std::size_t>(random.below(40), largest);
+    case 6:
+      return largest / 2 + 1;
+    default:
+      return random.below(limit) + 1;
+  }
+}
+
+// A tensor of every rank, in the same memory from call to call: what a peer still reads or
+// writes when the next call begins must be noticed. It begins at some element, and the elements
+// around it are watched.
+template <class T>
+class Tensors {
+ public:
+  Tensors(int world, std::size_t largest, bool misaligned)
+      : largest_(largest), shift_(misaligned ? 1 : 0), memory_(world) {
+    for (auto& each : memory_) each.resize((largest + 2 * kAround) * sizeof(T) + 1);
+  }
+  T* at(int rank, int call) {
+    return reinterpret_cast<T*>(memory_[rank].data() + shift_) + first(rank, call);
+  }
+  void poison(int rank) { std::memset(memory_[rank].data(), kPoison, memory_[rank].size()); }
+  bool intact_around(int rank, int call, std::size_t count) const {
+    const auto& bytes = memory_[rank];
+    const auto begin = bytes.begin() + shift_ + first(rank, call) * sizeof(T);
+    const auto poisoned = [](unsigned char byte) { return byte == kPoison; };
+    return std::all_of(bytes.begin(), begin, poisoned) &&
+           std::all_of(begin + count * sizeof(T), bytes.end(), poisoned);
+  }
+
+ private:
+  static constexpr std::size_t kAround = 16;
+  static constexpr unsigned char kPoison = 0xa5;
+  static std::size_t first(int rank, int call) { return kAround + (7 * call + 3 * rank) % 5; }
+
+  std::size_t largest_;
+  std::size_t shift_;
+  std::vector<std::vector<unsigned char>> memory_;
+};
+
+template <class T>
+T random_value(Random& random) {
+  if constexpr (std::is_integral<T>::value) {
+    return static_cast<T>(random.next() << 1 ^ random.next());
+  } else {
+    static const double specials[] = {
+        -0.0, 0.0, default_nan(), std::numeric_limits<double>::infinity(), 0x1p-149, -0x1p-24};
+    using A = AccOf<T>;
+    if (random.below(40) == 0) return narrowed<T>(static_cast<A>(specials[random.below(6)]));
+    const double fraction = static_cast<double>(random.next()) / 0x1p30 - 1;
+    return narrowed<T>(
+        static_cast<A>(std::ldexp(fraction, static_cast<int>(random.below(12)) - 4)));
+  }
+}
+
+template <class T>
+std::string hex(const T& value) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  char text[24];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(bits));
+  return text;
+}
+
+template <class T>
+std::string difference(const T* seen, const std::vector<T>& expected) {
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    if (!same_bits(seen[i], expected[i]))
+      return "element " + std::to_string(i) + " of " + std::to_string(expected.size()) +
+             ": expected " + hex(expected[i]) + ", got " + hex(seen[i]);
+  return "";
+}
+
+// Calls that move one tensor per rank into another one, or within it.
+template <class T>
+class Collective : public Exercise {
+ public:
+  int calls() const override { return static_cast<int>(plans_.size()); }
+  bool one_block(int call) const override {
+    return is_one_shot(plans_[call].form) || call % 5 == 4;
+  }
+
+  void prepare(const View& view, std::uint32_t epoch, int call) override {
+    const Plan& plan = plans_[call];
+    const auto& input = plan.inputs[view.rank];
+    given_.poison(view.rank);
+    taken_.poison(view.rank);
+    const auto* bytes = reinterpret_cast<const char*>(input.data());
+    const std::size_t size = input.size() * sizeof(T);
+    std::copy_n(bytes, size, reinterpret_cast<char*>(in(view.rank, call)));
+    if (is_one_shot(plan.form)) std::copy_n(bytes, size, view.slot(view.rank, epoch));
+  }
+
+  std::string check(int rank, int call) override {
+    const Plan& plan = plans_[call];
+    const auto& expected = plan.outputs[rank];
+    std::string error = difference(taken_.at(rank, call), expected);
+    if (error.empty() && !plan.in_place)
+      error = difference(given_.at(rank, call), plan.inputs[rank]);
+    if (error.empty() && !taken_.intact_around(rank, call, expected.size()))
+      error = "wrote outside the output";
+    if (error.empty()) return "";
+    return std::string(name_of(plan.form)) + ", call " + std::to_string(call) + ", rank " +
+           std::to_string(rank) + ": " + error;
+  }
+
+ protected:
+  struct Plan {
+    Form form = Form::one_shot;
+    std::size_t count = 0;
+    bool in_place = false;
+    int root = 0;
+    Factors factors;
+    std::vector<std::vector<T>> inputs;   // of each rank
+    std::vector<std::vector<T>> outputs;  // of each rank
+  };
+
+  Collective(int world, std::size_t largest, bool misaligned)
+      : given_(world, largest, misaligned), taken_(world, largest, misaligned) {}
+
+  // Where a rank's input lies. In place, an all-gather's input is its part of the output.
+  T* in(int rank, int call) {
+    const Plan& plan = plans_[call];
+    if (!plan.in_place) return given_.at(rank, call);
+    return taken_.at(rank, call) + (is_all_gather(plan.form) ? rank * plan.count : 0);
+  }
+  T* out(int rank, int call) { return taken_.at(rank, call); }
+
+  std::vector<Plan> plans_;
+
+ private:
+  Tensors<T> given_;
+  Tensors<T> taken_;
+};
+
+// All-reduce and reduce-scatter.
+template <class T, class Op>
+class Reduction : public Collective<T> {
+  using typename Collective<T>::Plan;
+  using Collective<T>::plans_;
+
+ public:
+  Reduction(const Shape& shape, const std::vector<Form>& forms, int calls, std::uint64_t seed,
+            bool misaligned)
+      : Collective<T>(shape.world, largest_of(shape, forms), misaligned) {
+    Random random(seed);
+    for (int call = 0; call < calls; ++call)
+      plans_.push_back(plan(shape, forms[random.below(forms.size())], call, random));
+  }
+
+  bool run(TestBlock& block, const View& view, std::uint32_t epoch, int call) override {
+    const Plan& plan = plans_[call];
+    const std::size_t count = plan.count;
+    const auto scale = scale_of<T>(plan.factors);
+    const T* in = this->in(view.rank, call);
+    T* out = this->out(view.rank, call);
+    T* all[kMaxRanks];
+    for (int p = 0; p < view.world(); ++p) all[p] = this->in(p, call);
+    switch (plan.form) {
+      case Form::one_shot:
+        return one_shot<T, Op>(block, view, epoch, out, count, scale);
+      case Form::two_shot:
+        return two_shot<T, Op>(block, view, all, count, scale);
+      case Form::two_shot_staged:
+        return two_shot_staged<T, Op>(block, view, in, out, count, scale, false);
+      case Form::two_shot_staged_far:
+        return two_shot_staged<T, Op>(block, view, in, out, count, scale, true);
+      case Form::ring:
+        return ring<T, Op>(block, view, in, out, count, scale);
+      case Form::reduce_scatter_one_shot:
+        return reduce_scatter_one_shot<T, Op>(block, view, epoch, out, count, scale);
+      case Form::reduce_scatter:
+        return reduce_scatter<T, Op>(block, view, all, out, count, scale);
+      default:
+        return reduce_scatter_staged<T, Op>(block, view, in, out, count, scale);
+    }
+  }
+
+ private:
+  static std::size_t largest_of(const Shape& shape, const std::vector<Form>& forms) {
+    std::size_t most = 0;
+    for (const Form form : forms) {
+      const std::size_t count = largest_count(form, shape, sizeof(T), sizeof(AccOf<T>));
+      most = std::max(most, is_reduce_scatter(form) ? count * shape.world : count);
+    }
+    return most;
+  }
+
+  static Plan plan(const Shape& shape, Form form, int call, Random& random) {
+    const int world = shape.world;
+    Plan made;
+    made.form = form;
+    made.count = count_of(call, largest_count(form, shape, sizeof(T), sizeof(AccOf<T>)), random);
+    made.in_place = form == Form::two_shot || (!is_reduce_scatter(form) && call % 3 == 0);
+    if (call % 3 == 1) made.factors = {1, 1.0 / world, world};
+    if (call % 3 == 2) made.factors = {0.7, 1.3, 3};
+
+    const std::size_t items = made.count * (is_reduce_scatter(form) ? world : 1);
+    made.inputs.resize(world);
+    for (auto& input : made.inputs)
+      for (std::size_t i = 0; i < items; ++i) input.push_back(random_value<T>(random));
+
+    std::vector<T> sums;
+    std::vector<decltype(widened(T()))> leaves(world);
+    int chunk = 0;
+    for (std::size_t i = 0; i < items; ++i) {
+      for (int p = 0; p < world; ++p)
+        leaves[p] = scaled_input(widened(made.inputs[p][i]), made.factors);
+      if (form == Form::ring)
+        while (i >= chunk_of(items, world, chunk, sizeof(T)).end) ++chunk;
+      const auto sum = form == Form::ring ? in_ring<Op>(leaves, chunk) : in_tree<Op>(leaves);
+      sums.push_back(narrowed<T>(scaled_result(sum, made.factors)));
+    }
+    for (int p = 0; p < world; ++p) {
+      if (is_reduce_scatter(form))
+        made.outputs.emplace_back(sums.begin() + p * made.count,
+                                  sums.begin() + (p + 1) * made.count);
+      else
+        made.outputs.push_back(sums);
+    }
+    return made;
+  }
+};
+
+// All-gather and broadcast.
+class Transfer : public Collective<char> {
+ public:
+  Transfer(const Shape& shape, const std::vector<Form>& forms, int calls, std::uint64_t seed)
+      : Collective<char>(shape.world, largest_of(shape, forms), false) {
+    Random random(seed);
+    for (int call = 0; call < calls; ++call)
+      plans_.push_back(plan(shape, forms[random.below(forms.size())], call, random));
+  }
+
+  bool run(TestBlock& block, const View& view, std::uint32_t epoch, int call) override {
+    const Plan& plan = plans_[call];
+    const std::size_t count = plan.count;
+    char* out = this->out(view.rank, call);
+    const char* all[kMaxRanks];
+    for (int p = 0; p < view.world(); ++p) all[p] = in(p, call);
+    switch (plan.form) {
+      case Form::all_gather_one_shot:
+        return all_gather_one_shot(block, view, epoch, out, count);
+      case Form::all_gather:
+        return all_gather(block, view, all, out, count);
+      case Form::all_gather_staged:
+        return all_gather_staged(block, view, all[view.rank], out, count);
+      case Form::broadcast_one_shot:
+        return broadcast_one_shot(block, view, epoch, plan.root, out, count);
+      case Form::broadcast:
+        return broadcast(block, view, all[plan.root], out, count);
+      default:
+        return broadcast_staged(block, view, plan.root, out, count);
+    }
+  }
+
+ private:
+  static std::size_t largest_of(const Shape& shape, const std::vector<Form>& forms) {
+    std::size_t most = 0;
+    for (const Form form : forms) {
+      const std::size_t count = largest_count(form, shape, 1, 1);
+      most = std::max(most, is_all_gather(form) ? count * shape.world : count);
+    }
+    return most;
+  }
+
+  static Plan plan(const Shape& shape, Form form, int call, Random& random) {
+    Plan made;
+    made.form = form;
+    made.count = count_of(call, largest_count(form, shape, 1, 1), random);
+    made.in_place = !is_all_gather(form) || call % 3 == 0;
+    made.root = call % shape.world;
+    made.inputs.resize(shape.world);
+    for (auto& input : made.inputs)
+      for (std::size_t i = 0; i < made.count; ++i)
+        input.push_back(static_cast<char>(random.next()));
+    std::vector<char> gathered;
+    for (const auto& input : made.inputs)
+      gathered.insert(gathered.end(), input.begin(), input.end());
+    made.outputs.assign(shape.world, is_all_gather(form) ? gathered : made.inputs[made.root]);
+    return made;
+  }
+};
+
+// Plain memory that nothing but barrier() orders: every block writes its word, and reads those
+// of the same block of all ranks.
+class Meeting : public Exercise {
+ public:
+  Meeting(const Shape& shape, int calls)
+      : calls_(calls),
+        words_(shape.world, std::vector<std::uint32_t>(shape.blocks)),
+        missed_(shape.world) {}
+
+  int calls() const override { return calls_; }
+  bool one_block(int) const override { return false; }
+  void prepare(const View&, std::uint32_t, int) override {}
+
+  bool run(TestBlock& block, const View& view, std::uint32_t, int call) override {
+    for (int round = 0; round < kRounds; ++round) {
+      const auto number = static_cast<std::uint32_t>(call * kRounds + round);
+      if (block.thread() == 0) words_[view.rank][block.index()] = number * 31 + view.rank;
+      if (!barrier(block, view, Phase::reduce)) return false;
+      for (int p = 0; p < view.world(); ++p)
+        if (words_[p][block.index()] != number * 31 + p) missed_[view.rank] = true;
+      if (!barrier(block, view, Phase::exit)) return false;
+    }
+    return true;
+  }
+
+  std::string check(int rank, int call) override {
+    if (!missed_[rank]) return "";
+    return "barrier, call " + std::to_string(call) + ", rank " + std::to_string(rank) +
+           ": left it before a peer came";
+  }
+
+ private:
+  static constexpr int kRounds = 6;
+  int calls_;
+  std::vector<std::vector<std::uint32_t>> words_;
+  std::vector<std::atomic<bool>> missed_;
+};
+
+// One after the other out of several exercises: they share slots, staging and counters.
+class Medley : public Exercise {
+ public:
+  Medley(std::vector<std::unique_ptr<Exercise>> parts) : parts_(std::move(parts)) {}
+
+  int calls() const override { return parts_[0]->calls() * static_cast<int>(parts_.size()); }
+  bool one_block(int call) const override { return part(call).one_block(within(call)); }
+  void prepare(const View& view, std::uint32_t epoch, int call) override {
+    part(call).prepare(view, epoch, within(call));
+  }
+  bool run(TestBlock& block, const View& view, std::uint32_t epoch, int call) override {
+    return part(call).run(block, view, epoch, within(call));
+  }
+  std::string check(int rank, int call) override { return part(call).check(rank, within(call)); }
+
+ private:
+  Exercise& part(int call) const { return *parts_[call % parts_.size()]; }
+  int within(int call) const { return call / static_cast<int>(parts_.size()); }
+
+  std::vector<std::unique_ptr<Exercise>> parts_;
+};
+
+}  // namespace fastreduce::test

@@ -1,0 +1,327 @@
+"""The protocols of csrc/ with ranks as threads of one process, under sanitizers, each beside its
+negative controls: with one wait, order or parity broken, the same run has to fail. Further, what
+depends on the compiler alone: warnings, and symbols that a linker could merge.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(path for path in (ROOT / "csrc").glob("*.cpp") if path.stem != "bindings")
+KERNELS = ROOT / "csrc" / "host_kernels.cpp"
+TESTS = ROOT / "tests" / "cpp"
+TIMEOUT = 120
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+# What a run ends with (see protocols.cpp), or its sanitizer.
+WRONG = 2
+REPORTED = 66
+ENVIRONMENT = {
+    "TSAN_OPTIONS": f"halt_on_error=1:exitcode={REPORTED}",
+    "ASAN_OPTIONS": f"detect_leaks=0:exitcode={REPORTED}",
+    "UBSAN_OPTIONS": f"print_stacktrace=1:exitcode={REPORTED}",
+}
+SANITIZERS = {
+    "thread": "-fsanitize=thread",
+    "address": "-fsanitize=address,undefined -fno-sanitize-recover=all",
+}
+CHECKED = "-std=c++17 -O1 -g -pthread -ffp-contract=off -DFR_BASELINE_ONLY -Icsrc"
+
+# Case -> what is broken, and has to be noticed. Only ThreadSanitizer sees a missing order.
+SABOTAGES = {
+    "one_shot": "no_enter relaxed_enter early_enter relaxed_wait same_slot same_announcement"
+    " no_block_barrier",
+    "two_shot": "no_enter no_barrier relaxed_enter relaxed_step relaxed_wait early_enter"
+    " early_step no_block_barrier",
+    "two_shot_staged": "no_enter no_barrier less_step relaxed_step relaxed_wait early_step"
+    " no_block_barrier",
+    "two_shot_staged_far": "no_barrier less_step",
+    "ring": "no_tail no_head less_tail less_head relaxed_tail relaxed_head relaxed_wait"
+    " early_tail early_head no_block_barrier",
+    "reduce_scatter_one_shot": "no_enter same_slot",
+    "reduce_scatter": "no_enter no_barrier",
+    "reduce_scatter_staged": "no_barrier less_step",
+    "all_gather_one_shot": "no_enter same_slot",
+    "all_gather": "no_enter no_barrier",
+    "all_gather_staged": "no_barrier less_step",
+    "broadcast_one_shot": "no_enter same_slot",
+    "broadcast": "no_enter no_barrier",
+    "broadcast_staged": "no_barrier less_step",
+    "barrier": "no_barrier relaxed_step early_step no_block_barrier",
+    "medley": "no_enter no_barrier",
+}
+# Those that a comparison of results notices, too.
+VISIBLE = {
+    "one_shot": "no_enter same_slot same_announcement",
+    "two_shot": "no_barrier",
+    "two_shot_staged": "no_barrier less_step",
+    "ring": "no_tail no_head",
+    "all_gather_staged": "no_barrier",
+    "barrier": "no_barrier",
+}
+# That the other sanitizers watch is controlled with faults of their own kind.
+FAULTS = {
+    ("all_gather_staged", "short_segment"): "heap-buffer-overflow",
+    ("one_shot", "misaligned"): "misaligned address",
+}
+
+
+def pairs(table: dict[str, str]) -> list[tuple[str, str]]:
+    return [(case, sabotage) for case, names in table.items() for sabotage in names.split()]
+
+
+def build_settings() -> tuple[str, dict[str, str]]:
+    """The flags in setup.py, which cannot be imported: all, and those of each instruction set."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    wanted: list[ast.stmt] = []
+    for node in tree.body:
+        names = [getattr(target, "id", "") for target in getattr(node, "targets", [])]
+        if "FLAGS" in names or getattr(node, "name", "") == "instruction_sets":
+            wanted.append(node)
+    scope: dict[str, object] = {"platform": platform}
+    exec(compile(ast.Module(wanted, []), "setup.py", "exec"), scope)
+    flags, sets = scope["FLAGS"], scope["instruction_sets"]
+    assert isinstance(flags, str) and callable(sets)
+    return flags, {name: f"{extra} -DFR_ISA={name}" for name, extra in sets().items()}
+
+
+FLAGS, INSTRUCTION_SETS = build_settings()
+
+
+class Builder:
+    """Compiles objects on all cores; whoever asks for one waits for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._numbers = itertools.count()
+        self._objects: dict[tuple[Path, str], Future[Path]] = {}
+
+    def start(self, source: Path, flags: str) -> Future[Path]:
+        key = (source, flags)
+        if key not in self._objects:
+            target = self._folder / f"{source.stem}-{next(self._numbers)}.o"
+            self._objects[key] = self._pool.submit(self._compile, source, flags, target)
+        return self._objects[key]
+
+    def program(self, sources: list[Path], flags: str) -> Path:
+        objects = [self.start(source, flags) for source in sources]
+        target = self._folder / f"{sources[0].stem}-{next(self._numbers)}"
+        self._run(["g++", *shlex.split(flags), *[str(each.result()) for each in objects]], target)
+        return target
+
+    def stop(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _compile(self, source: Path, flags: str, target: Path) -> Path:
+        self._run(["g++", *shlex.split(flags), "-c", str(source)], target)
+        return target
+
+    def _run(self, command: list[str], target: Path) -> None:
+        done = subprocess.run(
+            [*command, "-o", str(target)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise AssertionError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+PROTOCOLS = [
+    TESTS / "protocols.cpp",
+    ROOT / "csrc" / "host.cpp",
+    ROOT / "csrc" / "shared_memory.cpp",
+]
+UNITS = [TESTS / "units.cpp"]
+UNIT_FLAGS = {"checked": f"{CHECKED} {SANITIZERS['address']}"} | {
+    name: f"{FLAGS} {flags} -Icsrc" for name, flags in INSTRUCTION_SETS.items()
+}
+
+
+def strict_flags(instruction_set: str) -> str:
+    """Warnings are errors. GCC up to 12 warns of undefined values in its own AVX-512 header."""
+    flags = f"{FLAGS} -Werror {INSTRUCTION_SETS[instruction_set]}"
+    return flags + " -Wno-maybe-uninitialized" if instruction_set == "avx512" else flags
+
+
+STRICT = [(path, "baseline") for path in SOURCES] + [
+    (KERNELS, name) for name in INSTRUCTION_SETS if name != "baseline"
+]
+
+
+@pytest.fixture(scope="session")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    """Has everything compiled that the tests of this file use, in the order in which they do."""
+    made = Builder(tmp_path_factory.mktemp("objects"))
+    for flags in reversed(SANITIZERS.values()):
+        for source in PROTOCOLS:
+            made.start(source, f"{CHECKED} {flags}")
+    for flags in UNIT_FLAGS.values():
+        made.start(UNITS[0], flags)
+    for path, name in STRICT:
+        made.start(path, strict_flags(name))
+    yield made
+    made.stop()
+
+
+class Program:
+    """A sanitized program. Where address space randomisation leaves no room for the sanitizer's
+    own memory, it runs without."""
+
+    def __init__(self, path: Path) -> None:
+        self._command = [str(path)]
+        if "unexpected memory mapping" in self.run("list").stderr:
+            self._command = ["setarch", platform.machine(), "-R", str(path)]
+            if shutil.which("setarch") is None or self.run("list").returncode != 0:
+                pytest.skip("the sanitizer cannot run on this kernel")
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self._command, *arguments],
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="session")
+def thread_program(builder: Builder) -> Program:
+    return Program(builder.program(PROTOCOLS, f"{CHECKED} {SANITIZERS['thread']}"))
+
+
+@pytest.fixture(scope="session")
+def address_program(builder: Builder) -> Program:
+    return Program(builder.program(PROTOCOLS, f"{CHECKED} {SANITIZERS['address']}"))
+
+
+def expect_healthy(done: subprocess.CompletedProcess[str]) -> None:
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_case_and_sabotage_is_used(address_program: Program) -> None:
+    done = address_program.run("list")
+    expect_healthy(done)
+    listed = [tuple(line.split()) for line in done.stdout.splitlines()]
+    assert [name for what, name in listed if what == "case"] == list(SABOTAGES)
+    used = {name for _, name in [*pairs(SABOTAGES), *FAULTS]}
+    assert {name for what, name in listed if what == "sabotage"} == used | {"none"}
+
+
+@pytest.mark.parametrize("case", SABOTAGES)
+def test_no_race(thread_program: Program, case: str) -> None:
+    expect_healthy(thread_program.run(case))
+
+
+@pytest.mark.parametrize("case", SABOTAGES)
+def test_no_stray_access(address_program: Program, case: str) -> None:
+    expect_healthy(address_program.run(case))
+
+
+@pytest.mark.parametrize(("case", "sabotage"), pairs(SABOTAGES))
+def test_race_is_noticed(thread_program: Program, case: str, sabotage: str) -> None:
+    expect_healthy(thread_program.run(case, "none"))
+    done = thread_program.run(case, sabotage)
+    assert done.returncode in (REPORTED, WRONG), done.stderr
+    if done.returncode == REPORTED:
+        assert "ThreadSanitizer: data race" in done.stderr
+        # Between two ranks, in a protocol or in what it should have protected.
+        assert "fastreduce::" in done.stderr
+    else:
+        assert "wrong result" in done.stderr
+
+
+@pytest.mark.parametrize(("case", "sabotage"), pairs(VISIBLE))
+def test_wrong_result_is_noticed(address_program: Program, case: str, sabotage: str) -> None:
+    expect_healthy(address_program.run(case, "none"))
+    done = address_program.run(case, sabotage)
+    assert done.returncode == WRONG, done.stderr
+    assert "wrong result" in done.stderr
+
+
+@pytest.mark.parametrize(("case", "sabotage"), FAULTS)
+def test_fault_is_noticed(address_program: Program, case: str, sabotage: str) -> None:
+    expect_healthy(address_program.run(case, "none"))
+    done = address_program.run(case, sabotage)
+    assert done.returncode == REPORTED, done.stderr
+    assert FAULTS[case, sabotage] in done.stderr
+
+
+@pytest.mark.parametrize("build", UNIT_FLAGS)
+def test_arithmetic_and_schedules(builder: Builder, build: str) -> None:
+    program = builder.program(UNITS, UNIT_FLAGS[build])
+    done = subprocess.run(
+        [program],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    if done.returncode == 77:
+        pytest.skip(f"this processor has no {build}")
+    expect_healthy(done)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), STRICT, ids=lambda value: getattr(value, "stem", value)
+)
+def test_gcc_warns_of_nothing(builder: Builder, source: Path, name: str) -> None:
+    builder.start(source, strict_flags(name)).result()
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ here")
+@pytest.mark.parametrize(
+    ("source", "name"), STRICT, ids=lambda value: getattr(value, "stem", value)
+)
+def test_clang_warns_of_nothing(source: Path, name: str) -> None:
+    flags = f"{FLAGS} -Werror {INSTRUCTION_SETS[name]} -fsyntax-only"
+    done = subprocess.run(
+        ["clang++", *shlex.split(flags), str(source)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def foreign_functions(compiled: Path, name: str) -> list[str]:
+    """The functions of an object that a linker may merge with another object's of the same name,
+    though they are compiled for one instruction set: all but those of its own namespace."""
+    symbols = subprocess.run(
+        ["nm", "-C", compiled], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    merged = [line for line in symbols if line[17:18] in ("W", "V", "u")]
+    return [line for line in merged if f"fastreduce::{name}::" not in line]
+
+
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+
+
+@needs_nm
+@pytest.mark.parametrize("name", [name for name in INSTRUCTION_SETS if name != "baseline"])
+def test_no_function_is_shared_between_instruction_sets(builder: Builder, name: str) -> None:
+    assert foreign_functions(builder.start(KERNELS, strict_flags(name)).result(), name) == []
+
+
+@needs_nm
+def test_shared_function_is_noticed(builder: Builder, tmp_path: Path) -> None:
+    source = tmp_path / "shared.cpp"
+    source.write_text(
+        "namespace fastreduce {\n"
+        "template <class T> __attribute__((noinline)) T twice(T x) { return x + x; }\n"
+        "namespace avx512 { float four_times(float x) { return twice(twice(x)); } }\n"
+        "}\n"
+    )
+    found = foreign_functions(builder.start(source, FLAGS).result(), "avx512")
+    assert len(found) == 1
+    assert "fastreduce::twice" in found[0]
