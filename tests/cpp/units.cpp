@@ -256,6 +256,9 @@ void check_reduce(const char* name) {
 }
 
 bool processor_fits() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
 #if defined(__x86_64__) && defined(__AVX512F__)
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
