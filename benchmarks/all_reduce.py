@@ -45,6 +45,7 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 25 * MIB, 64 * MIB, 256 * MIB]
 QUICK = [KIB, 64 * KIB, MIB, 25 * MIB]
 BOUND = "bound"
+COLOURS = {BOUND: "black", "fastreduce": "C0", "fastreduce staged": "C1", "gloo": "C2", "mpi": "C3"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Set in processes that an mpiexec has started.
@@ -306,11 +307,12 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
     for axis, case in zip(axes[0], cases, strict=True):
         rows = [r for r in results if (r["ranks"], r["dtype"], r["op"]) == case]
         for name in rows[0]["seconds"]:
-            style = "k--" if name == BOUND else "o-"
+            style = "--" if name == BOUND else "o-"
             axis.loglog(
                 [r["bytes"] for r in rows],
                 [r["seconds"][name] * 1e6 for r in rows],
                 style,
+                color=COLOURS.get(name),
                 base=10,
                 label=name,
                 markersize=3,
@@ -318,8 +320,8 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
         axis.set_title("{} ranks, {}, {}".format(*case))
         axis.set_xlabel("bytes")
         axis.grid(True, alpha=0.3)
+        axis.legend()
     axes[0][0].set_ylabel("microseconds")
-    axes[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

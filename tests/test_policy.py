@@ -82,7 +82,7 @@ def test_mean_is_one_rounding():
     """sum x (1/N) in float32 and then one rounding to bfloat16, not a rounded sum divided."""
     inputs = [torch.tensor([x], dtype=torch.bfloat16) for x in [256.0, 1.0, 1.0]]
     once = reference.all_reduce(inputs)
-    assert once.item() == torch.tensor(258.0 * (1 / torch.tensor(3.0))).bfloat16().item()
+    assert once.item() == (258.0 * (1 / torch.tensor(3.0))).bfloat16().item()
     nan = torch.tensor([math.nan])
     one = torch.tensor([1.0])
     for op in ["min", "max", "sum"]:
