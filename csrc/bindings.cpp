@@ -76,24 +76,6 @@ void raise_failure(const CallFailed& failed) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
-std::vector<Piece> make_pieces(const std::vector<Address>& tensors,
-                               const std::vector<std::size_t>& counts,
-                               const std::vector<std::size_t>& offsets) {
-  std::vector<Piece> pieces(tensors.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i)
-    pieces[i] = {reinterpret_cast<void*>(tensors[i]), counts.at(i), offsets.at(i)};
-  return pieces;
-}
-
-// pack and unpack run on the calling thread, alone.
-template <class Run>
-void run_alone(Run run) {
-  const Watch watch;
-  Progress progress;
-  HostBlock block(watch, progress, 0, 1);
-  run(block);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -113,31 +95,26 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MAX_RANKS") = kMaxRanks;
   m.attr("MAX_BLOCKS") = kMaxBlocks;
 
-  m.def(
-      "pack",
-      [](const std::vector<Address>& tensors, const std::vector<std::size_t>& counts,
-         const std::vector<std::size_t>& offsets, Address flat, int tensor_dtype, int flat_dtype,
-         double scale) {
-        const auto pieces = make_pieces(tensors, counts, offsets);
-        run_alone([&](HostBlock& block) {
-          kernels().pack(block, static_cast<DType>(tensor_dtype), static_cast<DType>(flat_dtype),
-                         reinterpret_cast<void*>(flat), pieces.data(), pieces.size(), scale);
-        });
-      },
-      py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "unpack",
-      [](const std::vector<Address>& tensors, const std::vector<std::size_t>& counts,
-         const std::vector<std::size_t>& offsets, Address flat, int tensor_dtype, int flat_dtype,
-         double scale) {
-        const auto pieces = make_pieces(tensors, counts, offsets);
-        run_alone([&](HostBlock& block) {
-          kernels().unpack(block, static_cast<DType>(tensor_dtype), static_cast<DType>(flat_dtype),
-                           reinterpret_cast<const void*>(flat), pieces.data(), pieces.size(),
-                           scale);
-        });
-      },
-      py::call_guard<py::gil_scoped_release>());
+  const auto define_bucket = [&m](const char* name, BucketKernel Kernels::* kernel) {
+    m.def(
+        name,
+        [kernel](const std::vector<Address>& tensors, const std::vector<std::size_t>& counts,
+                 const std::vector<std::size_t>& offsets, Address flat, int tensor_dtype,
+                 int flat_dtype, double scale) {
+          std::vector<Piece> pieces(tensors.size());
+          for (std::size_t i = 0; i < tensors.size(); ++i)
+            pieces[i] = {reinterpret_cast<void*>(tensors[i]), counts.at(i), offsets.at(i)};
+          const Watch nobody;
+          Progress progress;
+          HostBlock block(nobody, progress, 0, 1);
+          (kernels().*kernel)(block, static_cast<DType>(tensor_dtype),
+                              static_cast<DType>(flat_dtype), reinterpret_cast<void*>(flat),
+                              pieces.data(), pieces.size(), scale);
+        },
+        py::call_guard<py::gil_scoped_release>());
+  };
+  define_bucket("pack", &Kernels::pack);
+  define_bucket("unpack", &Kernels::unpack);
 
   py::class_<Listener>(m, "Listener")
       .def(py::init<>())

@@ -83,13 +83,16 @@ struct Job {
   bool far = false;        // the ranks' cores share no cache
 };
 
+// Between tensors of one dtype and a flat buffer; see bucket.h.
+using BucketKernel = void (*)(HostBlock&, DType tensor, DType flat, void* buffer, const Piece*,
+                              std::size_t, double scale);
+
 // What is compiled once per instruction set.
 struct Kernels {
   const char* name;
   bool (*run)(HostBlock&, const View&, const Job&);
-  void (*pack)(HostBlock&, DType tensor, DType flat, void* to, const Piece*, std::size_t, double);
-  void (*unpack)(HostBlock&, DType tensor, DType flat, const void* from, const Piece*, std::size_t,
-                 double);
+  BucketKernel pack;
+  BucketKernel unpack;
 };
 
 // The best that this processor runs; FASTREDUCE_ISA names a lower one.

@@ -148,7 +148,7 @@ void run_pack(HostBlock& block, DType tensor, DType flat, void* to, const Piece*
   });
 }
 
-void run_unpack(HostBlock& block, DType tensor, DType flat, const void* from, const Piece* pieces,
+void run_unpack(HostBlock& block, DType tensor, DType flat, void* from, const Piece* pieces,
                 std::size_t n, double scale) {
   visit_types(tensor, flat, [&](auto t, auto f) {
     unpack<decltype(t), decltype(f)>(block, static_cast<const decltype(f)*>(from), pieces, n,

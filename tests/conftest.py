@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -173,6 +174,18 @@ def pool() -> Iterator[Callable[[int], Ranks]]:
     for group in pools.values():
         group.close()
     assert shared_files() <= before
+
+
+class Lines(logging.Handler):
+    """What the library has logged since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("fastreduce").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:

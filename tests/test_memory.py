@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import socket
 import tempfile
@@ -13,22 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Lines
 
 import fastreduce
 from fastreduce import memory
 
 TIMEOUT = 60.0
 COUNT = 300_000
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("fastreduce").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def averaged(comm: fastreduce.Communicator, tensor: torch.Tensor) -> bool:

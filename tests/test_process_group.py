@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Lines
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,16 +13,6 @@ import fastreduce
 from fastreduce import communicator as module
 
 TIMEOUT = 60.0
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("fastreduce").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def on_two_hosts(action):
