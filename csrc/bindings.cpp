@@ -26,7 +26,7 @@ class Allocation {
     const Descriptor fd = create_segment(bytes);
     mapping_ = Mapping(fd.get(), bytes);
     id_ = owner->add_segment(fd.get(), mapping_.data(), bytes);
-    owner->add_allocation(id_, mapping_.data(), bytes);
+    owner->add_allocation(id_, mapping_.data());
   }
   Allocation(const Allocation&) = delete;
   Allocation& operator=(const Allocation&) = delete;
@@ -85,8 +85,7 @@ PYBIND11_MODULE(_C, m) {
     try {
       if (p) std::rethrow_exception(p);
     } catch (const CallFailed& failed) {
-      // Interrupted: the signal handler's own exception is already set.
-      if (!PyErr_Occurred()) raise_failure(failed);
+      raise_failure(failed);
     }
   });
 
@@ -126,10 +125,13 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "wait",
           [](Work& work, Clock::duration timeout) {
-            bool finished;
-            {
+            bool finished = false;
+            try {
               py::gil_scoped_release release;
               finished = work.wait(timeout, check_signals);
+            } catch (...) {
+              if (PyErr_Occurred()) throw py::error_already_set();
+              throw;
             }
             if (PyErr_Occurred()) throw py::error_already_set();
             return finished;
@@ -137,7 +139,8 @@ PYBIND11_MODULE(_C, m) {
           py::arg("timeout"));
 
   py::class_<Allocation>(m, "Allocation", py::buffer_protocol())
-      .def(py::init<std::shared_ptr<HostCommunicator>, std::size_t>())
+      .def(py::init<std::shared_ptr<HostCommunicator>, std::size_t>(),
+           py::call_guard<py::gil_scoped_release>())
       .def_buffer([](const Allocation& allocation) { return allocation.info(); });
 
   py::class_<HostCommunicator, std::shared_ptr<HostCommunicator>>(m, "HostCommunicator")
@@ -178,9 +181,16 @@ PYBIND11_MODULE(_C, m) {
            [](HostCommunicator& self, std::uint32_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, int segment) {
              const Call call = make_call(plan, count, root, scale, segment);
-             py::gil_scoped_release release;
-             self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
-                      check_signals);
+             try {
+               py::gil_scoped_release release;
+               self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
+                        check_signals);
+             } catch (...) {
+               // What a signal handler raised comes first.
+               if (PyErr_Occurred()) throw py::error_already_set();
+               throw;
+             }
+             if (PyErr_Occurred()) throw py::error_already_set();
            })
       .def("submit",
            [](HostCommunicator& self, std::uint32_t plan, Address in, Address out,
@@ -192,14 +202,24 @@ PYBIND11_MODULE(_C, m) {
            })
       .def("next_completed", &HostCommunicator::next_completed,
            py::call_guard<py::gil_scoped_release>())
-      .def(
-          "add_segment",
-          [](HostCommunicator& self, int fd, Address base, std::size_t bytes) {
-            return self.add_segment(fd, reinterpret_cast<const void*>(base), bytes);
-          },
-          py::call_guard<py::gil_scoped_release>())
+      .def("add_segment",
+           [](HostCommunicator& self, int fd, Address base, std::size_t bytes) {
+             return self.add_segment(fd, reinterpret_cast<const void*>(base), bytes);
+           })
       .def("remove_segment", &HostCommunicator::remove_segment)
-      .def("close", &HostCommunicator::close, py::arg("drain"),
-           py::call_guard<py::gil_scoped_release>())
+      .def("is_allocation",
+           [](const HostCommunicator& self, Address base) {
+             return self.is_allocation(reinterpret_cast<const void*>(base));
+           })
+      .def(
+          "close",
+          [](HostCommunicator& self, bool drain) {
+            {
+              py::gil_scoped_release release;
+              self.close(drain, check_signals);
+            }
+            if (PyErr_Occurred()) throw py::error_already_set();
+          },
+          py::arg("drain"))
       .def_property_readonly("forked", &HostCommunicator::forked);
 }

@@ -1,5 +1,6 @@
 #include "host.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <system_error>
 
 namespace fastreduce {
 
@@ -57,6 +59,9 @@ namespace {
 
 // How long a rank that gave up waits for peers that write into its tensor.
 constexpr std::chrono::seconds kStopWait{5};
+
+// Segments that peers are told to unmap in one call.
+constexpr std::size_t kRemovalsPerCall = 16;
 
 // While asleep a rank looks this often whether its peers live.
 constexpr std::chrono::milliseconds kLook{20};
@@ -118,14 +123,15 @@ bool HostBlock::wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase pha
     store_release(&flag.sleeping, 0);
     if (arrived()) return true;
 
-    Failure reason = hopeless(peer, phase);
-    if (reason == Failure::none && Clock::now() - begin >= watch_.timeout)
-      reason = Failure::timeout;
+    Reason reason = hopeless(peer, phase);
+    if (reason.failure == Failure::none && Clock::now() - begin >= watch_.timeout)
+      reason = {Failure::timeout, peer};
     // What a peer did before it left still counts.
     if (arrived()) return true;
-    if (reason == Failure::none) continue;
+    if (reason.failure == Failure::none) continue;
 
-    failure_.failure = reason;
+    peer = reason.peer;
+    failure_.failure = reason.failure;
     failure_.kind = watch_.kind;
     failure_.phase = phase;
     failure_.rank = watch_.view->rank;
@@ -134,28 +140,31 @@ bool HostBlock::wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase pha
     failure_.expected = value;
     failure_.seen = load_acquire(&flag.value);
     if (phase == Phase::enter) {
-      // The call before this one was announced in the other parity.
-      const auto& other = watch_.view->announcement(watch_.view->rank, peer, watch_.epoch + 1);
-      const std::uint32_t before = load_acquire(&other.flag.value);
-      if (reached(before, static_cast<std::uint32_t>(failure_.seen))) failure_.seen = before;
+      // The last call that the peer has announced, in whichever parity.
+      const View& view = *watch_.view;
+      std::uint32_t last[2];
+      for (std::uint32_t parity = 0; parity < 2; ++parity)
+        last[parity] = load_acquire(&view.announcement(view.rank, peer, parity).flag.value);
+      failure_.seen = reached(last[0], last[1]) ? last[0] : last[1];
     }
     // The first rank to give up knows best why.
     const int first = failed_peer(*watch_.view);
-    if (first >= 0) failure_ = watch_.view->failure(first);
+    if (first >= 0 && reason.failure != Failure::sibling) failure_ = watch_.view->failure(first);
     return false;
   }
 }
 
-Failure HostBlock::hopeless(int peer, Phase phase) const {
+HostBlock::Reason HostBlock::hopeless(int peer, Phase phase) const {
   const View& view = *watch_.view;
-  if (watch_.stop != nullptr && watch_.stop->load(std::memory_order_relaxed))
-    return Failure::closed;
+  const Failure stop = watch_.stop == nullptr ? Failure::none : watch_.stop->load();
+  if (stop != Failure::none) return {stop, view.rank};
+  if (watch_.siblings != nullptr && watch_.siblings->load()) return {Failure::sibling, view.rank};
   if (watch_.interrupted != nullptr && *watch_.interrupted && (*watch_.interrupted)())
-    return Failure::interrupted;
+    return {Failure::interrupted, peer};
   for (int p = 0; p < view.world(); ++p) {
     if (p == view.rank) continue;
     const auto state = static_cast<State>(load_acquire(&view.state(view.rank, p).value));
-    if (state == State::failed) return Failure::closed;
+    if (state == State::failed) return {Failure::closed, p};
     // A peer that has left is missed by whoever waits for it. Before a call has begun, it is
     // missed by all.
     const bool missed =
@@ -164,10 +173,10 @@ Failure HostBlock::hopeless(int peer, Phase phase) const {
          !reached(load_acquire(&view.announcement(view.rank, p, watch_.epoch).flag.value),
                   watch_.epoch));
     if (!missed) continue;
-    if (state == State::closed) return Failure::closed;
-    if (watch_.peers != nullptr && watch_.peers->lost(p)) return Failure::lost;
+    if (state == State::closed) return {Failure::closed, p};
+    if (watch_.peers != nullptr && watch_.peers->lost(p)) return {Failure::lost, p};
   }
-  return Failure::none;
+  return {Failure::none, peer};
 }
 
 bool Work::done() const {
@@ -176,6 +185,7 @@ bool Work::done() const {
 }
 
 bool Work::wait(Clock::duration timeout, const std::function<bool()>& interrupted) {
+  if (born_ != generation) throw std::runtime_error("this call belongs to the parent process");
   const auto deadline = Clock::now() + timeout;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!done_) {
@@ -218,6 +228,7 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
   remote_.resize(world);
   messages_read_.resize(world);
   calls_.resize(world);
+  begun_ = progress_;
 
   const std::size_t bytes = view_.layout.bytes();
   const Descriptor own = create_segment(bytes);
@@ -267,7 +278,7 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
   }
 }
 
-HostCommunicator::~HostCommunicator() { close(false); }
+HostCommunicator::~HostCommunicator() { close(false, nullptr); }
 
 void HostCommunicator::dismiss_helpers() {
   {
@@ -281,10 +292,14 @@ void HostCommunicator::dismiss_helpers() {
 
 bool HostCommunicator::forked() const { return born_ != generation; }
 
-void HostCommunicator::check_usable() const {
+// Before any lock: the fork may have come while another thread held it.
+void HostCommunicator::refuse_child() const {
   if (forked())
     throw std::runtime_error(
         "this communicator belongs to the parent process; create one after the fork");
+}
+
+void HostCommunicator::check_usable() const {
   if (broken_) throw CallFailed{why_, view_.rank};
   if (closing_) throw std::runtime_error("the communicator is closed");
 }
@@ -303,6 +318,7 @@ Watch HostCommunicator::make_watch(const Patience& patience,
 
 void HostCommunicator::run(const Call& call, const void* in, void* out,
                            const std::function<bool()>& interrupted) {
+  refuse_child();
   std::unique_lock<std::mutex> lock(mutex_);
   check_usable();
   if (busy_ || !queue_.empty()) {
@@ -310,7 +326,7 @@ void HostCommunicator::run(const Call& call, const void* in, void* out,
     const auto work = submit(call, in, out, -1);
     if (!work->wait(Clock::duration::max() / 4, interrupted)) {
       // The call cannot be taken back while peers take part in it: give up the communicator.
-      stop_ = true;
+      stop_ = Failure::interrupted;
       work->wait(Clock::duration::max() / 4, nullptr);
     }
     return;
@@ -330,7 +346,9 @@ void HostCommunicator::run(const Call& call, const void* in, void* out,
 
 std::shared_ptr<Work> HostCommunicator::submit(const Call& call, const void* in, void* out,
                                                std::int64_t notify) {
+  refuse_child();
   auto work = std::make_shared<Work>();
+  work->born_ = born_;
   work->call_ = call;
   work->in_ = in;
   work->out_ = out;
@@ -356,8 +374,15 @@ void HostCommunicator::communicate() {
     lock.unlock();
     std::exception_ptr error;
     try {
-      if (stop_) throw std::runtime_error("the communicator was closed before this call ran");
       if (broken_) throw CallFailed{why_, view_.rank};
+      if (stop_ != Failure::none) {
+        FailureRecord record;
+        record.failure = stop_;
+        record.kind = work->call_.kind;
+        record.rank = record.peer = view_.rank;
+        record.epoch = epoch_ + 1;
+        give_up(record);
+      }
       execute(work->call_, work->in_, work->out_, watch);
     } catch (...) {
       error = std::current_exception();
@@ -393,13 +418,22 @@ void HostCommunicator::announce(FailureRecord& record) {
   for (int p = 0; p < view_.world(); ++p) {
     if (p == view_.rank || load_acquire(&view_.claim(view_.rank, p).value) != epoch_) continue;
     record.written = true;
-    while (load_acquire(&view_.state(view_.rank, p).value) == 0 && !peers_.lost(p) &&
-           Clock::now() < deadline)
+    while (may_write(p) && Clock::now() < deadline)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   std::lock_guard<std::mutex> lock(mutex_);
   why_ = record;
   broken_ = true;
+}
+
+// Whether a peer that has claimed this rank's tensor may still write into it: it has neither
+// left nor told, block by block, that its part of the call is done.
+bool HostCommunicator::may_write(int peer) const {
+  if (load_acquire(&view_.state(view_.rank, peer).value) != 0 || peers_.lost(peer)) return false;
+  for (int b = 0; b < blocks_for(calls_[view_.rank]); ++b)
+    if (!reached(load_acquire(&view_.step(view_.rank, b, peer).value), begun_[b].steps + 1))
+      return true;
+  return false;
 }
 
 void HostCommunicator::give_up(FailureRecord record, bool written) {
@@ -451,58 +485,60 @@ Difference compare(const Call& a, const Call& b) {
 }  // namespace
 
 void HostCommunicator::execute(Call call, const void* in, void* out, const Watch& plan) {
-  const int world = view_.world();
-  const std::size_t bytes = input_bytes(call, world);
-  const bool staged_before = call.algorithm == Algorithm::one_shot;
-  if (staged_before && bytes > view_.layout.slot_bytes)
+  const std::size_t bytes = input_bytes(call, view_.world());
+  const bool one_shot = call.algorithm == Algorithm::one_shot;
+  if (one_shot && bytes > view_.layout.slot_bytes)
     throw std::invalid_argument("one_shot: expected at most " +
                                 std::to_string(view_.layout.slot_bytes) + " bytes, got " +
                                 std::to_string(bytes));
-  if (removals_waiting_) flush_removals();
-  if (!staged_before) locate(call, in, bytes);
-  call.messages = messages_sent_;
-
   Job job;
-  job.call = call;
   job.epoch = ++epoch_;
   job.in = in;
   job.out = out;
+  begun_ = progress_;
+  calls_[view_.rank] = call;
   Watch watch = plan;
   watch.kind = call.kind;
   watch.epoch = job.epoch;
-  if (staged_before && bytes != 0 && (call.kind != Kind::broadcast || call.root == view_.rank))
-    std::memcpy(view_.slot(view_.rank, job.epoch), in, bytes);
-
-  HostBlock leader(watch, progress_[0], 0, 1);
-  Call* const calls = calls_.data();
-  if (!enter(leader, view_, job.epoch, call, calls)) give_up(leader.failure());
-  const int failed = failed_peer(view_);
-  if (failed >= 0) give_up(view_.failure(failed));
-  for (int p = 1; p < world; ++p) {
-    if (std::memcmp(&calls[0], &calls[p], offsetof(Call, segment)) == 0) continue;
-    const Difference difference = compare(calls[0], calls[p]);
-    FailureRecord record;
-    record.failure = Failure::mismatch;
-    record.field = difference.field;
-    record.kind = call.kind;
-    record.peer = p;
-    record.epoch = job.epoch;
-    record.expected = difference.expected;
-    record.seen = difference.seen;
-    give_up(record);
-  }
+  FailureRecord record;
+  record.kind = call.kind;
+  record.epoch = job.epoch;
   try {
+    if (!one_shot) locate(call, in, bytes);
+    if (call.segment >= 0 || removals_waiting_) send_messages(call.segment);
+    call.messages = messages_sent_;
+    job.call = call;
+    if (one_shot && bytes != 0 && (call.kind != Kind::broadcast || call.root == view_.rank))
+      std::memcpy(view_.slot(view_.rank, job.epoch), in, bytes);
+
+    HostBlock leader(watch, progress_[0], 0, 1);
+    Call* const calls = calls_.data();
+    if (!enter(leader, view_, job.epoch, call, calls)) give_up(leader.failure());
+    const int failed = failed_peer(view_);
+    if (failed >= 0) give_up(view_.failure(failed));
+    for (int p = 1; p < view_.world(); ++p) {
+      if (std::memcmp(&calls[0], &calls[p], offsetof(Call, segment)) == 0) continue;
+      const Difference difference = compare(calls[0], calls[p]);
+      record.failure = Failure::mismatch;
+      record.field = difference.field;
+      record.peer = p;
+      record.expected = difference.expected;
+      record.seen = difference.seen;
+      give_up(record);
+    }
     perform(leader, job, calls, watch);
   } catch (const CallFailed&) {
     throw;
+  } catch (const PeerLeft& left) {
+    record.failure = Failure::lost;
+    record.rank = view_.rank;
+    record.peer = left.peer;
+    record.expected = record.seen = job.epoch;
+    give_up(record);
   } catch (...) {
     // Not a protocol's failure but this machine's. Peers must not wait for this rank.
-    FailureRecord record;
     record.failure = Failure::broken;
-    record.kind = call.kind;
-    record.rank = view_.rank;
-    record.peer = view_.rank;
-    record.epoch = job.epoch;
+    record.rank = record.peer = view_.rank;
     announce(record);
     throw;
   }
@@ -527,10 +563,8 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Call* calls, c
     give_up(leader.failure());
   job.far = far_;
 
-  const bool large = call.algorithm != Algorithm::one_shot &&
-                     input_bytes(call, view_.world()) >= options_.block_bytes;
   FailureRecord failure;
-  if (!run_blocks(job, watch, large ? options_.blocks : 1, &failure)) give_up(failure, true);
+  if (!run_blocks(job, watch, blocks_for(call), &failure)) give_up(failure, true);
 }
 
 // Virtual cores move between physical ones, every few to tens of seconds: look again and again.
@@ -549,10 +583,18 @@ bool HostCommunicator::probe_distance(HostBlock& block) {
   return true;
 }
 
-bool HostCommunicator::run_blocks(const Job& job, const Watch& watch, int count,
+int HostCommunicator::blocks_for(const Call& call) const {
+  const bool large = call.algorithm != Algorithm::one_shot &&
+                     input_bytes(call, view_.world()) >= options_.block_bytes;
+  return large ? options_.blocks : 1;
+}
+
+bool HostCommunicator::run_blocks(const Job& job, const Watch& plan, int count,
                                   FailureRecord* failure) {
   const bool helped = count > 1;
+  Watch watch = plan;
   if (helped) {
+    watch.siblings = &block_failed_;
     std::lock_guard<std::mutex> lock(help_mutex_);
     help_job_ = &job;
     help_watch_ = &watch;
@@ -563,13 +605,18 @@ bool HostCommunicator::run_blocks(const Job& job, const Watch& watch, int count,
   }
   HostBlock block(watch, progress_[0], 0, count);
   const bool complete = kernels().run(block, view_, job);
-  if (!complete) *failure = block.failure();
+  if (!complete) {
+    *failure = block.failure();
+    block_failed_ = true;
+  }
   if (!helped) return complete;
 
   std::unique_lock<std::mutex> lock(help_mutex_);
   help_done_.wait(lock, [this] { return help_left_ == 0; });
-  for (int b = 1; b < count && failure->failure == Failure::none; ++b) *failure = help_failures_[b];
-  return failure->failure == Failure::none;
+  for (int b = 1; b < count; ++b)
+    if (failure->failure == Failure::none || failure->failure == Failure::sibling)
+      *failure = help_failures_[b];
+  return !block_failed_;
 }
 
 void HostCommunicator::help(int index) {
@@ -587,27 +634,25 @@ void HostCommunicator::help(int index) {
     const int count = help_blocks_;
     lock.unlock();
     HostBlock block(watch, progress_[index], index, count);
-    kernels().run(block, view_, job);
+    if (!kernels().run(block, view_, job)) block_failed_ = true;
     lock.lock();
     help_failures_[index] = block.failure();
     if (--help_left_ == 0) help_done_.notify_all();
   }
 }
 
+// The segment and offset of a tensor that peers can map; one that ends outside is staged.
 void HostCommunicator::locate(Call& call, const void* in, std::size_t bytes) {
   const auto* begin = static_cast<const char*>(in);
   std::lock_guard<std::mutex> lock(control_mutex_);
   if (call.segment < 0) {
-    auto after = allocations_.upper_bound(begin);
+    const auto after = allocations_.upper_bound(begin);
     if (after == allocations_.begin()) return;
-    const auto& [base, entry] = *--after;
-    if (begin + bytes > base + entry.first) return;
-    call.segment = entry.second;
+    call.segment = std::prev(after)->second;
   }
   const Own& own = own_.at(call.segment);
   call.offset = static_cast<std::uint64_t>(begin - own.base);
-  if (call.offset + bytes > own.bytes)
-    throw std::invalid_argument("the tensor ends outside its segment");
+  if (call.offset + bytes > own.bytes) call.segment = -1;
 }
 
 // Every rank decides from the same announcements, so all decide alike.
@@ -638,28 +683,57 @@ void HostCommunicator::read_messages(int peer, std::uint32_t until) {
 void HostCommunicator::tell_peers(const Message& message, int fd) {
   const auto deadline = Clock::now() + options_.timeout;
   for (int p = 0; p < view_.world(); ++p)
-    if (p != view_.rank) peers_.send(p, message, fd, deadline);
+    if (p != view_.rank && !peers_.lost(p)) peers_.send(p, message, fd, deadline);
   ++messages_sent_;
 }
 
+// A few per call: peers read them within that call, so a socket never fills and a send never
+// has to wait for a peer that itself sends.
+void HostCommunicator::send_messages(int segment) {
+  Descriptor fd;
+  Message map{Message::Type::map, segment, 0};
+  std::vector<int> removals;
+  {
+    std::lock_guard<std::mutex> lock(control_mutex_);
+    if (segment >= 0) {
+      Own& own = own_.at(segment);
+      fd = std::move(own.fd);
+      map.bytes = own.bytes;
+    }
+    const std::size_t n = std::min<std::size_t>(removals_.size(), kRemovalsPerCall);
+    removals.assign(removals_.end() - static_cast<std::ptrdiff_t>(n), removals_.end());
+    removals_.resize(removals_.size() - n);
+    removals_waiting_ = !removals_.empty();
+  }
+  if (fd.get() >= 0) tell_peers(map, fd.get());
+  for (const int id : removals) tell_peers({Message::Type::unmap, id, 0}, -1);
+}
+
 int HostCommunicator::add_segment(int fd, const void* base, std::size_t bytes) {
+  Descriptor own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (own.get() < 0)
+    throw std::system_error(errno, std::generic_category(),
+                            "keeping a shared segment's descriptor");
   std::lock_guard<std::mutex> lock(control_mutex_);
   const int id = next_segment_++;
-  own_[id] = {static_cast<const char*>(base), bytes};
-  tell_peers({Message::Type::map, id, bytes}, fd);
+  own_[id] = {static_cast<const char*>(base), bytes, std::move(own)};
   return id;
 }
 
 void HostCommunicator::remove_segment(int id) {
   std::lock_guard<std::mutex> lock(control_mutex_);
-  if (own_.erase(id) == 0) return;
-  removals_.push_back(id);
-  removals_waiting_ = true;
+  const auto found = own_.find(id);
+  if (found == own_.end()) return;
+  if (found->second.fd.get() < 0) {  // the peers have mapped it
+    removals_.push_back(id);
+    removals_waiting_ = true;
+  }
+  own_.erase(found);
 }
 
-void HostCommunicator::add_allocation(int id, const void* base, std::size_t bytes) {
+void HostCommunicator::add_allocation(int id, const void* base) {
   std::lock_guard<std::mutex> lock(control_mutex_);
-  allocations_[static_cast<const char*>(base)] = {bytes, id};
+  allocations_[static_cast<const char*>(base)] = id;
 }
 
 void HostCommunicator::remove_allocation(const void* base) {
@@ -667,30 +741,30 @@ void HostCommunicator::remove_allocation(const void* base) {
   allocations_.erase(static_cast<const char*>(base));
 }
 
-void HostCommunicator::flush_removals() {
+bool HostCommunicator::is_allocation(const void* base) const {
   std::lock_guard<std::mutex> lock(control_mutex_);
-  for (const int id : removals_) tell_peers({Message::Type::unmap, id, 0}, -1);
-  removals_.clear();
-  removals_waiting_ = false;
+  return allocations_.count(static_cast<const char*>(base)) != 0;
 }
 
-void HostCommunicator::close(bool drain) {
+void HostCommunicator::close(bool drain, const std::function<bool()>& interrupted) {
   if (forked()) return;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (closing_) return;
+    if (!drain) stop_ = Failure::closed;
+    if (closing_) {
+      changed_.wait(lock, [this] { return closed_; });
+      return;
+    }
     closing_ = true;
-    if (!drain) stop_ = true;
     changed_.notify_all();
+    while (busy_ || !queue_.empty()) {
+      changed_.wait_for(lock, kLook);
+      lock.unlock();
+      if (interrupted && interrupted()) stop_ = Failure::interrupted;
+      lock.lock();
+    }
   }
   if (thread_.joinable()) thread_.join();
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    stop_ = true;
-    changed_.wait(lock, [this] { return !busy_; });
-    closed_ = true;
-    completion_.notify_all();
-  }
   dismiss_helpers();
   if (!broken_)
     for (int p = 0; p < view_.world(); ++p)
@@ -699,6 +773,10 @@ void HostCommunicator::close(bool drain) {
   peers_.close();
   for (auto& maps : remote_) maps.clear();
   areas_.clear();
+  std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
+  completion_.notify_all();
 }
 
 }  // namespace fastreduce

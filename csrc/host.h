@@ -29,7 +29,8 @@ struct Patience {
 struct Watch {
   const View* view = nullptr;
   const Peers* peers = nullptr;
-  const std::atomic<bool>* stop = nullptr;
+  const std::atomic<Failure>* stop = nullptr;   // why this rank wants no more, if so
+  const std::atomic<bool>* siblings = nullptr;  // a block of this rank has given up
   const std::function<bool()>* interrupted = nullptr;
   Patience patience;
   Clock::duration timeout{};
@@ -62,8 +63,12 @@ class HostBlock {
  private:
   static void wake(Flag& flag);
   bool wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase phase);
-  // Why this wait cannot end well, if so.
-  Failure hopeless(int peer, Phase phase) const;
+  // Why this wait cannot end well, and whose fault that is.
+  struct Reason {
+    Failure failure;
+    int peer;
+  };
+  Reason hopeless(int peer, Phase phase) const;
 
   const Watch& watch_;
   Progress& progress_;
@@ -134,6 +139,7 @@ class Work {
   friend class HostCommunicator;
   void finish(std::exception_ptr error);
 
+  unsigned born_ = 0;
   Call call_;
   const void* in_ = nullptr;
   void* out_ = nullptr;
@@ -172,15 +178,18 @@ class HostCommunicator {
   using Completed = std::pair<std::int64_t, std::shared_ptr<Work>>;
   std::vector<Completed> next_completed();
 
-  // Makes [base, base + bytes), a mapping of `fd`, known to all peers; returns its id.
+  // [base, base + bytes) is a mapping of `fd`: peers will map it when a call first names it.
+  // Returns its id. Local: nothing is sent.
   int add_segment(int fd, const void* base, std::size_t bytes);
   void remove_segment(int id);
-  // The owned allocation that contains a range, as segment and offset; false if none does.
-  void add_allocation(int id, const void* base, std::size_t bytes);
+  // Segments that calls find by themselves: their owner tells when the memory goes away.
+  void add_allocation(int id, const void* base);
   void remove_allocation(const void* base);
+  bool is_allocation(const void* base) const;
 
-  // Finishes what is queued (or, without `drain`, gives it up), tells the peers, frees all.
-  void close(bool drain);
+  // Finishes what is queued (or, without `drain` or when interrupted, gives it up), tells the
+  // peers, frees all. A second caller waits for the first.
+  void close(bool drain, const std::function<bool()>& interrupted);
   bool forked() const;
   int rank() const { return view_.rank; }
   int world() const { return view_.world(); }
@@ -189,19 +198,23 @@ class HostCommunicator {
   struct Own {
     const char* base;
     std::size_t bytes;
+    Descriptor fd;  // until the peers have it
   };
 
   void execute(Call call, const void* in, void* out, const Watch& plan);
   void perform(HostBlock& leader, Job& job, const Call* calls, const Watch& watch);
+  int blocks_for(const Call& call) const;
   bool run_blocks(const Job& job, const Watch& watch, int count, FailureRecord* failure);
   void locate(Call& call, const void* in, std::size_t bytes);
   void resolve(Job& job, const Call* calls) const;
   bool probe_distance(HostBlock& block);
   void read_messages(int peer, std::uint32_t until);
   void tell_peers(const Message& message, int fd);
-  void flush_removals();
+  void send_messages(int segment);
+  void refuse_child() const;
   void check_usable() const;
   void announce(FailureRecord& record);
+  bool may_write(int peer) const;
   [[noreturn]] void give_up(FailureRecord record, bool written = false);
   Watch make_watch(const Patience& patience, const std::function<bool()>* interrupted) const;
   void communicate();
@@ -215,16 +228,17 @@ class HostCommunicator {
   Peers peers_;
   std::uint32_t epoch_;
   std::vector<Progress> progress_;
-  std::vector<Call> calls_;  // what each rank announced for the current call
+  std::vector<Call> calls_;      // what each rank announced for the current call
+  std::vector<Progress> begun_;  // progress_ as the current call began
   std::uint32_t staged_calls_ = 0;
   bool far_ = false;
 
   // Segments.
-  std::mutex control_mutex_;
+  mutable std::mutex control_mutex_;
   int next_segment_ = 0;
-  std::atomic<std::uint32_t> messages_sent_{0};
+  std::uint32_t messages_sent_ = 0;
   std::map<int, Own> own_;
-  std::map<const char*, std::pair<std::size_t, int>> allocations_;
+  std::map<const char*, int> allocations_;
   std::vector<int> removals_;
   std::atomic<bool> removals_waiting_{false};
   std::vector<std::map<int, Mapping>> remote_;
@@ -238,7 +252,7 @@ class HostCommunicator {
   bool closed_ = false;
   std::deque<std::shared_ptr<Work>> queue_;
   std::thread thread_;
-  std::atomic<bool> stop_{false};
+  std::atomic<Failure> stop_{Failure::none};
   std::atomic<bool> broken_{false};
   FailureRecord why_;
   std::deque<Completed> completed_;
@@ -256,6 +270,7 @@ class HostCommunicator {
   const Job* help_job_ = nullptr;
   const Watch* help_watch_ = nullptr;
   std::vector<FailureRecord> help_failures_;
+  std::atomic<bool> block_failed_{false};
 };
 
 }  // namespace fastreduce

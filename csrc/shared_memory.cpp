@@ -14,6 +14,7 @@
 #include <fstream>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 namespace fastreduce {
@@ -29,7 +30,7 @@ void wait_ready(int fd, short events, Clock::time_point deadline, const std::str
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     pollfd entry{fd, events, 0};
-    const int ready = ::poll(&entry, 1, left < 0 ? 0 : static_cast<int>(left));
+    const int ready = ::poll(&entry, 1, static_cast<int>(std::clamp<long>(left, 0, 1000)));
     if (ready > 0) return;
     if (ready < 0 && errno != EINTR) fail("poll");
     if (ready == 0 && left <= 0) throw std::runtime_error("timed out while " + what);
@@ -49,8 +50,11 @@ std::uint64_t available_memory() {
   constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
   const std::uint64_t machine = read_number("/proc/meminfo", "MemAvailable:", kNoLimit >> 10) << 10;
   const std::uint64_t limit = read_number("/sys/fs/cgroup/memory.max", "", kNoLimit);
+  // Cached files count as used until somebody needs the room.
   const std::uint64_t used = read_number("/sys/fs/cgroup/memory.current", "", 0);
-  const std::uint64_t group = limit == kNoLimit ? kNoLimit : limit - std::min(limit, used);
+  const std::uint64_t cache = read_number("/sys/fs/cgroup/memory.stat", "inactive_file", 0);
+  const std::uint64_t held = used - std::min(used, cache);
+  const std::uint64_t group = limit == kNoLimit ? kNoLimit : limit - std::min(limit, held);
   return std::min(machine, group);
 }
 
@@ -84,6 +88,7 @@ Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
 
 Descriptor::~Descriptor() {
   if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
 }
 
 int Descriptor::release() { return std::exchange(fd_, -1); }
@@ -205,9 +210,14 @@ void Peers::send(int peer, const Message& message, int fd, Clock::time_point dea
   }
   const int to = sockets_[peer].get();
   while (::sendmsg(to, &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
-    if (errno != EAGAIN && errno != EINTR && errno != ETOOMANYREFS)
+    const int why = errno;
+    // A peer that has left needs no message; the next call that needs it finds that out.
+    if (why == EPIPE || why == ECONNRESET) return;
+    if (why != EAGAIN && why != EINTR && why != ETOOMANYREFS)
       fail("sending to rank " + std::to_string(peer));
     wait_ready(to, POLLOUT, deadline, "sending to rank " + std::to_string(peer));
+    // Too many descriptors under way: until somebody has received some.
+    if (why == ETOOMANYREFS) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
@@ -223,9 +233,11 @@ Message Peers::receive(int peer, Descriptor* fd, Clock::time_point deadline) con
   const int from = sockets_[peer].get();
   wait_ready(from, POLLIN, deadline, "receiving from rank " + std::to_string(peer));
   const ssize_t got = ::recvmsg(from, &header, MSG_CMSG_CLOEXEC);
-  if (got < 0) fail("receiving from rank " + std::to_string(peer));
+  if (got == 0 || (got < 0 && errno == ECONNRESET)) throw PeerLeft{peer};
   if (got != static_cast<ssize_t>(sizeof message))
-    throw std::runtime_error("rank " + std::to_string(peer) + " closed its connection");
+    fail("receiving from rank " + std::to_string(peer));
+  if ((header.msg_flags & MSG_CTRUNC) != 0)
+    throw std::runtime_error("no descriptor left for memory of rank " + std::to_string(peer));
   const cmsghdr* rights = CMSG_FIRSTHDR(&header);
   if (rights != nullptr && rights->cmsg_type == SCM_RIGHTS) {
     int received = -1;

@@ -54,6 +54,11 @@ struct Message {
   std::uint64_t bytes = 0;
 };
 
+// A peer's end of a socket is gone.
+struct PeerLeft {
+  int peer;
+};
+
 using Clock = std::chrono::steady_clock;
 
 // Where a rank can be reached while a group forms: an abstract socket of this network

@@ -71,6 +71,7 @@ enum class Failure : std::uint32_t {
   closed,       // a peer closed its communicator, or this rank did
   timeout,      // the deadline passed
   interrupted,  // a signal handler of this rank raised
+  sibling,      // another block of this rank gave up, and knows why
   broken        // this rank could not go on: no memory, no descriptor ...
 };
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -38,7 +41,9 @@ _ONE_SHOT, _TWO_SHOT, _RING = (_ALGORITHMS[name] for name in errors.ALGORITHMS)
 _BARRIER_PLAN = _C.plan(_BARRIER, _DTYPES[torch.uint8], _OPS["sum"], _ONE_SHOT)
 
 # How long the ranks of a host may take to find each other once all have entered the constructor.
-_CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS = 20.0
+
+_MAX_PLANS = 4096
 
 
 class Work(Protocol):
@@ -53,26 +58,18 @@ class Work(Protocol):
 
 
 class _HostWork:
-    def __init__(self, work: Any, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, work: _C.Work, release: Callable[[], None]) -> None:
         self._work = work
-        self._tensors = tensors  # alive as long as the communication thread may touch them
+        self._release = release
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        limit = timedelta(days=365) if timeout is None else _as_timedelta(timeout)
+        limit = _as_timedelta(math.inf if timeout is None else timeout)
         if not self._work.wait(limit):
             raise TimeoutError(f"the call has not completed after {limit.total_seconds()} s")
+        self._release()
 
     def is_completed(self) -> bool:
-        done: bool = self._work.done()
-        return done
-
-
-class _Completed:
-    def wait(self, timeout: float | timedelta | None = None) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
+        return self._work.done()
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class _Host:
     network: str
     address: bytes
     cores: frozenset[int]
-    threads: int
+    threads: int | None
     token: bytes
     problem: str
 
@@ -146,6 +143,8 @@ class Communicator:
         self._said: set[str] = set()
         # For all_reduce, by dtype, number of elements, op and algorithm.
         self._plans: dict[tuple[torch.dtype, int, str, str], tuple[int, bool]] = {}
+        # Calls of the communication thread, in order, and the tensors they work on.
+        self._pending: deque[tuple[list[_C.Work], tuple[Tensor, ...]]] = deque()
         self._futures: dict[int, tuple[Future[Tensor], Tensor]] = {}
         self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -172,14 +171,14 @@ class Communicator:
         problem = ""
         try:
             listener = _C.Listener()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             problem = str(error)
         here = _Host(
             boot=_read("/proc/sys/kernel/random/boot_id"),
             network=os.readlink("/proc/self/ns/net"),
             address=b"" if listener is None else listener.address,
             cores=frozenset(os.sched_getaffinity(0)),
-            threads=threads or _C.MAX_BLOCKS,
+            threads=threads,
             token=secrets.token_hex(16).encode(),
             problem=problem,
         )
@@ -200,6 +199,7 @@ class Communicator:
             cores=len(frozenset().union(*(host.cores for host in hosts))),
             ranks=self.world_size,
         )
+        default = policy.threads_per_rank(topology, _C.MAX_BLOCKS)
         foreground = policy.patience(topology, background=False)
         background = policy.patience(topology, background=True)
         core: _C.HostCommunicator | None = None
@@ -211,12 +211,7 @@ class Communicator:
                 hosts[0].token,
                 timeout=self.timeout,
                 connect_timeout=min(self.timeout, timedelta(seconds=_CONNECT_SECONDS)),
-                blocks=min(
-                    policy.threads_per_rank(topology, _C.MAX_BLOCKS)
-                    if threads is None
-                    else threads,
-                    *(host.threads for host in hosts),
-                ),
+                blocks=min(host.threads or default for host in hosts),
                 slot_bytes=policy.SLOT_BYTES,
                 stage_bytes=policy.STAGE_BYTES,
                 block_bytes=policy.THREADED_BYTES,
@@ -224,10 +219,11 @@ class Communicator:
                 background_ns=(background.spin_ns, background.yield_ns),
                 first_epoch=first_epoch,
             )
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, MemoryError) as error:
             problem = f"rank {self.rank} could not share memory: {error}"
         problems = self._group.all_gather_object(problem)
-        first = next((p for p in problems if p), "")
+        # A rank that timed out waited for one that has the better reason.
+        first = min((p for p in problems if p), key=lambda p: "timed out" in p, default="")
         if not first:
             self.topology = topology
             return core, ""
@@ -265,7 +261,7 @@ class Communicator:
         core = self._core
         if core is None or not tensor.is_cpu:
             return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale)
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() or tensor.is_neg():
             self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
             return None
         count = tensor.numel()
@@ -276,8 +272,7 @@ class Communicator:
         segment = self._shared.segment_of(tensor, move=False) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
         if async_op:
-            work = core.submit(plan, at, at, count, 0, scale, segment, -1)
-            return _HostWork(work, (tensor,))
+            return self._submit((plan, at, at, count, 0, scale, segment), tensor)
         core.run(plan, at, at, count, 0, scale, segment)
         return None
 
@@ -306,8 +301,7 @@ class Communicator:
             self._refuse_if_deterministic("the process group")
             self._group.all_reduce_future(future, tensor, op, scale)
             return
-        if tensor.layout is not torch.strided or not tensor.is_contiguous():
-            raise ValueError("tensor: expected a dense contiguous tensor")
+        _check_dense("tensor", tensor)
         count = tensor.numel()
         key = (tensor.dtype, count, op, "auto")
         plan, two_shot = self._plans.get(key) or self._plan(key)
@@ -401,8 +395,7 @@ class Communicator:
         if self._core is None:
             return self._group.barrier(async_op)
         if async_op:
-            work = self._core.submit(_BARRIER_PLAN, 0, 0, 0, 0, 1.0, NOT_SHARED, -1)
-            return _HostWork(work, ())
+            return self._submit((_BARRIER_PLAN, 0, 0, 0, 0, 1.0, NOT_SHARED))
         self._core.run(_BARRIER_PLAN, 0, 0, 0, 0, 1.0, NOT_SHARED)
         return None
 
@@ -410,10 +403,10 @@ class Communicator:
         """An uninitialised tensor in memory that the peers can map: calls on it are zero-copy.
 
         Not collective; works without /dev/shm. The memory is reserved here and given back when
-        the tensor and its views are gone.
+        the tensor and its views are gone, after the next call.
 
         Raises:
-            OSError: there is not that much memory.
+            RuntimeError: there is not that much memory.
         """
         dtype = dtype or torch.get_default_dtype()
         count = torch.Size(shape).numel()
@@ -429,8 +422,10 @@ class Communicator:
         self._close(drain=True)
 
     def _close(self, *, drain: bool) -> None:
+        self._group.close()
         if self._core is not None:
             _end(self._core, self._notifier, drain)
+            self._pending.clear()
 
     def __enter__(self) -> Communicator:
         return self
@@ -471,9 +466,31 @@ class Communicator:
         plan = _C.plan(kind, _DTYPES[dtype], _OPS[op], algorithm)
         call = (plan, input.data_ptr(), output.data_ptr(), count, root, scale, segment)
         if async_op:
-            return _HostWork(core.submit(*call, -1), (input, output))
+            return self._submit(call, input, output)
         core.run(*call)
         return None
+
+    def _submit(
+        self, call: tuple[int, int, int, int, int, float, int], *tensors: Tensor
+    ) -> _HostWork:
+        """Queues a call. Its tensors live until it has ended, whatever its caller drops."""
+        assert self._core is not None
+        self._release()
+        entry: list[_C.Work] = []
+        with self._lock:
+            self._pending.append((entry, tensors))  # before the thread can touch them
+            try:
+                entry.append(self._core.submit(*call, -1))
+            except BaseException:
+                self._pending.pop()
+                raise
+        return _HostWork(entry[0], self._release)
+
+    def _release(self) -> None:
+        """Lets go of the tensors of calls that have ended."""
+        with self._lock:
+            while self._pending and self._pending[0][0] and self._pending[0][0][0].done():
+                self._pending.popleft()
 
     def _plan(self, key: tuple[torch.dtype, int, str, str]) -> tuple[int, bool]:
         """How to all-reduce so many elements: the call's plan, and whether it is two_shot."""
@@ -486,6 +503,8 @@ class Communicator:
         if algorithm == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
             raise ValueError(f"one_shot: expected at most {policy.SLOT_BYTES} bytes, got {nbytes}")
         plan = _C.plan(_ALL_REDUCE, *codes, algorithm), algorithm == _TWO_SHOT
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
         if algorithm == _RING:
             self._refuse_if_deterministic("ring")  # asked anew in every call
         else:
@@ -523,7 +542,7 @@ class Communicator:
             raise ValueError("tensor: expected a contiguous one for async_op=True")
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError("tensor: expected one without overlapping elements (an expanded one?)")
-        copy = tensor.detach().contiguous()
+        copy = tensor.detach().contiguous().resolve_neg()
         self.all_reduce(copy, op, algorithm, scale=scale)
         tensor.detach().copy_(copy)
 
@@ -577,7 +596,7 @@ def _check_scale(scale: float, tensor: Tensor) -> None:
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg():
         raise ValueError(f"{name}: expected a dense contiguous tensor")
 
 
@@ -599,7 +618,10 @@ def _check_pair(
 
 
 def _as_timedelta(seconds: float | timedelta) -> timedelta:
-    return seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+    """At most ten years: longer ones, infinity too, do not fit into the clock's nanoseconds."""
+    if isinstance(seconds, timedelta):
+        seconds = seconds.total_seconds()
+    return timedelta(seconds=min(seconds, 10 * 365 * 86400))
 
 
 def _read(path: str) -> str:

@@ -11,7 +11,7 @@ ALGORITHMS = ("one_shot", "two_shot", "ring")
 PHASES = ("enter", "fill", "reduce", "gather", "exit")
 
 # csrc/signal.h: Failure and Field, in order.
-_FAILURES = ("none", "mismatch", "lost", "closed", "timeout", "interrupted", "broken")
+_FAILURES = ("none", "mismatch", "lost", "closed", "timeout", "interrupted", "sibling", "broken")
 _FIELDS = ("none", "kind", "dtype", "op", "algorithm", "root", "numel", "scale")
 
 
@@ -92,6 +92,8 @@ def from_record(
     counters: tuple[object, object] = (expected, seen)
     if reason == "mismatch":
         name = _FIELDS[field]
+        if name == "numel" and call in ("all_gather", "broadcast"):
+            name = "bytes"
         counters = (_value(name, expected), _value(name, seen))
         what = (
             f"ranks disagree in call {epoch} of this communicator: rank 0 has {name} "
@@ -101,12 +103,11 @@ def from_record(
         what = {
             "lost": f"the process of rank {peer} has ended",
             "closed": f"rank {peer} closed its communicator",
+            "sibling": f"a thread of rank {found_by} gave up",
             "timeout": f"rank {peer} did not arrive before the timeout",
-            "interrupted": f"rank {found_by} was interrupted while it waited for rank {peer}",
+            "interrupted": f"rank {found_by} was interrupted",
             "broken": f"rank {found_by} failed inside the call",
         }[reason]
-        if reason == "closed" and found_by == rank:
-            what = f"rank {peer} or this rank closed its communicator"
         finder = "" if found_by == rank else f"rank {found_by} gave up: "
         what = f"{finder}{what} ({where}: expected {expected}, seen {seen})"
     state = "may be written in part" if written else "are unchanged"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastreduce")
 
 NOT_SHARED = -1
+# Every so many calls, storages that have been freed are looked for.
+_SWEEP_EVERY = 64
 _SHM = "/dev/shm"
 
 
@@ -33,6 +36,8 @@ class SharedTensors:
         self._ranks = ranks_on_host
         self._segments: dict[int, tuple[StorageWeakRef, int]] = {}
         self._said: set[str] = set()
+        self._calls = 0
+        self._lock = threading.Lock()
 
     def segment_of(self, tensor: Tensor, *, move: bool) -> int:
         """The segment that holds ``tensor``, or NOT_SHARED if it has to be staged.
@@ -41,9 +46,15 @@ class SharedTensors:
         done; one that cannot be is named in the log, once per reason.
         """
         storage = tensor.untyped_storage()
-        known = self._segments.get(storage.data_ptr())
+        address = storage.data_ptr()
+        self._calls += 1
+        if self._calls % _SWEEP_EVERY == 0:
+            self.sweep()
+        known = self._segments.get(address)
         if known is not None and not known[0].expired():
             return known[1]
+        if self._core.is_allocation(address):
+            return NOT_SHARED  # the core finds its own memory by itself
         if storage.is_shared():
             reason = _why_not_mappable(storage)
         elif move:
@@ -51,24 +62,33 @@ class SharedTensors:
         else:
             return NOT_SHARED
         if reason is None:
-            return self._add(storage)
+            try:
+                return self._add(storage)
+            except (OSError, RuntimeError) as error:
+                # The call goes on: it must not go missing in the order of calls.
+                reason = f"sharing it failed: {error}"
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("staging a tensor of %d bytes: %s", storage.nbytes(), reason)
         return NOT_SHARED
 
-    def _add(self, storage: UntypedStorage) -> int:
-        self._drop_expired()
-        fd, nbytes = storage._share_fd_cpu_()
-        segment: int = self._core.add_segment(fd, storage.data_ptr(), nbytes)
-        self._segments[storage.data_ptr()] = (StorageWeakRef(storage), segment)
-        return segment
+    def sweep(self) -> None:
+        """Lets peers unmap, with the next call, what has been freed here."""
+        with self._lock:
+            for address, (reference, segment) in list(self._segments.items()):
+                if reference.expired():
+                    self._core.remove_segment(segment)
+                    del self._segments[address]
 
-    def _drop_expired(self) -> None:
-        for address, (reference, segment) in list(self._segments.items()):
-            if reference.expired():
-                self._core.remove_segment(segment)
-                del self._segments[address]
+    def _add(self, storage: UntypedStorage) -> int:
+        self.sweep()
+        fd, nbytes = storage._share_fd_cpu_()
+        if fd < 0:
+            raise OSError("torch has no file descriptor for it")
+        segment: int = self._core.add_segment(fd, storage.data_ptr(), nbytes)
+        with self._lock:
+            self._segments[storage.data_ptr()] = (StorageWeakRef(storage), segment)
+        return segment
 
 
 def _why_not_movable(storage: UntypedStorage, ranks: int) -> str | None:

@@ -52,8 +52,19 @@ class ProcessGroupTransport:
     """Same arguments, same meaning as the methods of Communicator, already checked there."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self._group = group
+        self._open_group = group
         self._world_size = dist.get_world_size(group)
+        self._closed = False
+
+    def close(self) -> None:
+        """Later calls raise."""
+        self._closed = True
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        if self._closed:
+            raise RuntimeError("the communicator is closed")
+        return self._open_group
 
     def all_gather_object(self, value: Object) -> list[Object]:
         values: list[Any] = [None] * self._world_size
@@ -61,16 +72,18 @@ class ProcessGroupTransport:
         return values
 
     def all_reduce(self, tensor: Tensor, op: str, async_op: bool, scale: float) -> _Work | None:
+        group = self._group
         self._premultiply(tensor, scale)
-        work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=async_op)
+        work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=async_op)
         return self._finish(work, tensor, op)
 
     def all_reduce_future(
         self, future: Future[Tensor], tensor: Tensor, op: str, scale: float
     ) -> None:
         """``future`` is completed with ``tensor``."""
+        group = self._group
         self._premultiply(tensor, scale)
-        work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
+        work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=True)
 
         def done(ended: Future[list[Tensor]]) -> None:
             try:

@@ -324,3 +324,106 @@ def idle(async_op):
 def test_waiting_burns_no_core(ranks, world_size, async_op):
     """Processor time, which a busy machine does not change."""
     assert max(ranks(world_size).run(idle, async_op)) < 0.1
+
+
+def culprit(how):
+    """Rank 2 has left, rank 0 is late: rank 1 names rank 2."""
+    comm = fastreduce.Communicator(timeout=LONG)
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(2)
+        return None
+    if comm.rank == 2:
+        if how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.close()
+        return None
+    with pytest.raises(fastreduce.CommunicatorError) as failure:
+        comm.barrier()
+    return describe(failure.value)
+
+
+@pytest.mark.parametrize("how, kind", [("SIGKILL", "PeerLostError"), ("close", "PeerClosedError")])
+def test_the_right_peer_is_named(ranks, how, kind):
+    group = ranks(3)
+    for rank in range(3):
+        group.start(rank, culprit, how)
+    error = group.result(1)
+    assert error["type"] == kind and error["peer"] == 2 and "rank 2" in error["text"]
+    group.result(0)
+
+
+def freed_then_lost():
+    """Messages about memory do not hide that the peer has gone."""
+    comm = fastreduce.Communicator(timeout=LONG)
+    tensor = comm.empty(100_000).fill_(1)
+    comm.all_reduce(tensor)
+    comm.barrier()
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    del tensor
+    other = comm.empty(100_000)
+    with pytest.raises(fastreduce.PeerLostError) as failure:
+        comm.all_reduce(other)
+    return describe(failure.value)
+
+
+def test_freed_then_lost(ranks):
+    group = ranks(2)
+    for rank in range(2):
+        group.start(rank, freed_then_lost)
+    assert group.result(1)["peer"] == 0
+
+
+def no_descriptor():
+    """A tensor that cannot be shared is staged: the order of calls stays."""
+    comm = fastreduce.Communicator(timeout=LONG)
+    tensors = [torch.full((200_000,), 10.0 * i + comm.rank) for i in range(3)]
+    if comm.rank == 1:
+        real = comm._shared._add
+
+        def refuse(storage):
+            comm._shared._add = real
+            raise OSError("too many open files")
+
+        comm._shared._add = refuse
+    for future in [comm.all_reduce_future(t, "sum") for t in tensors]:
+        future.wait()
+    return [t[5].item() for t in tensors]
+
+
+def test_no_descriptor(ranks):
+    assert ranks(2).run(no_descriptor) == [[1.0, 21.0, 41.0]] * 2
+
+
+def interrupted_in_the_queue():
+    """Ctrl-C in a call that waits behind an asynchronous one, and in close()."""
+    comm = fastreduce.Communicator(timeout=LONG)
+    if comm.rank == 1:
+        time.sleep(2)
+        with pytest.raises(fastreduce.CommunicatorError, match="rank 0 was interrupted"):
+            comm.barrier()
+        return True
+    comm.all_reduce(torch.ones(4), async_op=True)
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        comm.barrier()
+    return True
+
+
+def interrupted_in_close():
+    comm = fastreduce.Communicator(timeout=LONG)
+    if comm.rank == 1:
+        time.sleep(2)
+        return True
+    comm.all_reduce(torch.ones(4), async_op=True)
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        comm.close()
+    return True
+
+
+@pytest.mark.parametrize("task", [interrupted_in_the_queue, interrupted_in_close])
+def test_interrupt_behind_asynchronous_work(ranks, task):
+    assert ranks(2).run(task) == [True, True]

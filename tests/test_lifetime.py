@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -217,6 +219,111 @@ def test_exit(tmp_path, how):
         assert outputs[1][0] == "told\n"
     for _, errors in outputs:
         assert "Traceback" not in errors and "terminate" not in errors
+
+
+def dropped():
+    """An asynchronous call's tensors live until it has ended, whatever the caller drops."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    if comm.rank == 1:
+        time.sleep(0.3)
+    for _ in range(3):
+        comm.all_reduce(torch.ones(3_000_000), "sum", async_op=True)
+    others = [torch.zeros(3_000_000) for _ in range(3)]
+    comm.barrier()
+    return max(t.abs().max().item() for t in others)
+
+
+def test_dropped_work(ranks):
+    assert ranks(2).run(dropped) == [0.0, 0.0]
+
+
+def after_close():
+    """What is done with a closed communicator does not reach another one."""
+    closed = fastreduce.Communicator(timeout=TIMEOUT)
+    shared = torch.ones(200_000).share_memory_()
+    closed.close()
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    if comm.rank == 0:
+        closed.empty(100_000).fill_(7)
+        for call in [closed.all_reduce, lambda t: closed.all_reduce_future(t).wait()]:
+            with pytest.raises(RuntimeError, match="closed"):
+                call(shared)
+    tensor = comm.empty(100_000).fill_(comm.rank)
+    comm.all_reduce(tensor, "sum")
+    return tensor.unique().tolist()
+
+
+def test_after_close(ranks):
+    assert ranks(2).run(after_close) == [[1.0], [1.0]]
+
+
+def child_allocates():
+    """What a forked child does with its copy does not reach the parent's peers."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    comm.barrier()
+    pending = comm.all_reduce(torch.ones(4), async_op=True)
+    child = os.fork()
+    if child == 0:
+        code = 0
+        comm.empty(100_000).fill_(7)
+        for call in [lambda: comm.all_reduce(torch.ones(200_000).share_memory_()), pending.wait]:
+            try:
+                call()
+                code = 1
+            except RuntimeError as error:
+                code |= 0 if "parent" in str(error) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pending.wait()
+    tensor = comm.empty(100_000).fill_(comm.rank)
+    comm.all_reduce(tensor, "sum")
+    return tensor.unique().tolist()
+
+
+def test_child_allocates(ranks):
+    assert ranks(2).run(child_allocates) == [[1.0], [1.0]]
+
+
+def many_segments():
+    """More segments than a socket holds messages: made, used in one call each, freed."""
+    comm = fastreduce.Communicator(timeout=20)
+    base = mapped()
+    tensors = [comm.empty(5_000) for _ in range(700)]
+    works = [comm.all_reduce(t.fill_(i), "sum", async_op=True) for i, t in enumerate(tensors)]
+    for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        assert tensor[0].item() == 2 * i
+    del tensor, tensors, works, work
+    gc.collect()
+    for i in range(60):
+        last = comm.empty(5_000).fill_(i)
+        comm.all_reduce(last, "sum")
+        assert last[-1].item() == 2 * i
+    return (mapped() - base) // (5_000 * 4)
+
+
+def test_many_segments(ranks):
+    assert all(left < 20 for left in ranks(2).run(many_segments))
+
+
+def threads_differ(threads):
+    comm = fastreduce.Communicator(timeout=TIMEOUT, threads=threads[dist.get_rank()])
+    return comm.shared_memory and value_of(comm, 1_000_000)
+
+
+@pytest.mark.parametrize("threads", [(None, 2), (3, None), (5, 1)])
+def test_threads_differ(ranks, threads):
+    assert ranks(2).run(threads_differ, threads) == [3.0, 3.0]
+
+
+def endless():
+    with fastreduce.Communicator(timeout=math.inf) as comm:
+        comm.all_reduce(torch.ones(4), async_op=True).wait(1e12)
+        return value_of(comm)
+
+
+def test_endless_timeout(ranks):
+    assert ranks(2).run(endless) == [3.0, 3.0]
 
 
 def test_hook_state_is_not_copied_silently(ranks):
