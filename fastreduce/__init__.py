@@ -7,7 +7,13 @@ except ImportError as error:
         "fastreduce needs torch 2.6 or newer, of your choice of build: pip install torch"
     ) from error
 
-from fastreduce._C import instruction_set
+try:
+    from fastreduce._C import instruction_set
+except ImportError as error:
+    raise ImportError(
+        f"fastreduce has not been built in {__path__[0]} ({error}). In a checkout of the sources, "
+        "that folder hides an installed fastreduce: run from elsewhere, or pip install -e ."
+    ) from error
 from fastreduce.bucket import BucketPlan
 from fastreduce.communicator import Communicator, Work
 from fastreduce.ddp import HookState, all_reduce_hook, attach

@@ -146,6 +146,7 @@ class Communicator:
         # Calls of the communication thread, in order, and the tensors they work on.
         self._pending: deque[tuple[list[_C.Work], tuple[Tensor, ...]]] = deque()
         self._futures: dict[int, tuple[Future[Tensor], Tensor]] = {}
+        self._errors: list[Exception] = []
         self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._next_future = 0
@@ -313,7 +314,7 @@ class Communicator:
             if not self._notifier:
                 notifier = threading.Thread(
                     target=_notify,
-                    args=(core, self._futures),
+                    args=(core, self._futures, self._errors),
                     name="fastreduce-futures",
                     daemon=True,
                 )
@@ -426,6 +427,12 @@ class Communicator:
         if self._core is not None:
             _end(self._core, self._notifier, drain)
             self._pending.clear()
+
+    @property
+    def error(self) -> Exception | None:
+        """The first exception of a Future of :meth:`all_reduce_future`. DDP raises those from
+        ``backward()`` as a RuntimeError with the same text; this is the exception itself."""
+        return self._errors[0] if self._errors else None
 
     def __enter__(self) -> Communicator:
         return self
@@ -559,7 +566,11 @@ class Communicator:
             logger.warning("rank %d: %s", self.rank, what)
 
 
-def _notify(core: _C.HostCommunicator, futures: dict[int, tuple[Future[Tensor], Tensor]]) -> None:
+def _notify(
+    core: _C.HostCommunicator,
+    futures: dict[int, tuple[Future[Tensor], Tensor]],
+    errors: list[Exception],
+) -> None:
     """Completes Futures as their calls end, beside the communication thread, which therefore
     never waits for the interpreter. Ends when the communicator has been closed."""
     while completed := core.next_completed():
@@ -568,6 +579,7 @@ def _notify(core: _C.HostCommunicator, futures: dict[int, tuple[Future[Tensor], 
             try:
                 work.wait(timedelta(0))
             except Exception as error:
+                errors.append(error)
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(tensor)

@@ -71,8 +71,9 @@ def all_reduce_hook(
     order of summation. The bucket holds the accumulated gradient: a second synchronised backward
     pass without ``zero_grad`` averages what has been averaged, as without this hook.
 
-    Never raises: what goes wrong travels through the Future and is raised by ``backward()``.
-    Sparse gradients are refused that way.
+    Never raises: what goes wrong travels through the Future, and ``backward()`` raises it as a
+    RuntimeError (``state.communicator.error`` is the exception itself). Sparse gradients are
+    refused that way.
     """
     return state.communicator.all_reduce_future(bucket.buffer())
 

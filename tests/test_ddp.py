@@ -264,6 +264,8 @@ def failing():
         state.communicator._close(drain=False)
     with pytest.raises(RuntimeError, match="closed"):
         ddp(torch.ones(1, 4)).sum().backward()
+    if rank == 0:
+        assert isinstance(state.communicator.error, fastreduce.PeerClosedError)
     state.close()
     again = DistributedDataParallel(nn.Linear(4, 2))
     state = fastreduce.attach(again, timeout=TIMEOUT)
