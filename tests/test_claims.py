@@ -33,4 +33,4 @@ def test_nobody_is_deceived(program):
 @pytest.mark.parametrize("sabotage", ["release", "look_first"])
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_sabotage_is_found(program, sabotage):
-    assert any(run(program, sabotage).returncode == 1 for _ in range(5))
+    assert run(program, sabotage).returncode == 1

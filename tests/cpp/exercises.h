@@ -123,7 +123,7 @@ template <class T>
 class Tensors {
  public:
   Tensors(int world, std::size_t largest, bool misaligned)
-      : largest_(largest), shift_(misaligned ? 1 : 0), memory_(world) {
+      : shift_(misaligned ? 1 : 0), memory_(world) {
     for (auto& each : memory_) each.resize((largest + 2 * kAround) * sizeof(T) + 1);
   }
   T* at(int rank, int call) {
@@ -143,7 +143,6 @@ class Tensors {
   static constexpr unsigned char kPoison = 0xa5;
   static std::size_t first(int rank, int call) { return kAround + (7 * call + 3 * rank) % 5; }
 
-  std::size_t largest_;
   std::size_t shift_;
   std::vector<std::vector<unsigned char>> memory_;
 };
@@ -433,7 +432,7 @@ class Meeting : public Exercise {
 // One after the other out of several exercises: they share slots, staging and counters.
 class Medley : public Exercise {
  public:
-  Medley(std::vector<std::unique_ptr<Exercise>> parts) : parts_(std::move(parts)) {}
+  explicit Medley(std::vector<std::unique_ptr<Exercise>> parts) : parts_(std::move(parts)) {}
 
   int calls() const override { return parts_[0]->calls() * static_cast<int>(parts_.size()); }
   bool one_block(int call) const override { return part(call).one_block(within(call)); }

@@ -131,14 +131,14 @@ class Outcome {
       code_ = code;
       text_ = text;
     }
-    stop_ = true;
+    stop_ = Failure::closed;
   }
-  const std::atomic<bool>& stop() const { return stop_; }
+  const std::atomic<Failure>& stop() const { return stop_; }
   Code code() const { return code_; }
   const std::string& text() const { return text_; }
 
  private:
-  std::atomic<bool> stop_{false};
+  std::atomic<Failure> stop_{Failure::none};
   std::mutex mutex_;
   Code code_ = fine;
   std::string text_;
@@ -251,7 +251,7 @@ class SabotagedBlock {
   }
   bool wait_relaxed(const Flag& flag, std::uint32_t value) const {
     while (!reached(__atomic_load_n(&flag.value, __ATOMIC_RELAXED), value)) {
-      if (outcome_.stop()) return false;
+      if (outcome_.stop() != Failure::none) return false;
       std::this_thread::yield();
     }
     return true;
@@ -346,6 +346,7 @@ class Ranks {
     for (int p = 0; p < shape_.world; ++p) {
       view.announcement(view.rank, p, 0).flag.value = shape_.first_epoch;
       view.announcement(view.rank, p, 1).flag.value = shape_.first_epoch;
+      view.claim(view.rank, p).value = shape_.first_epoch;
       for (int b = 0; b < shape_.blocks; ++b) {
         view.step(view.rank, b, p).value = shape_.first_epoch;
         view.tail(view.rank, b, p).value = shape_.first_epoch;
@@ -378,7 +379,7 @@ class Ranks {
       rank.watch.view = &view;
       rank.watch.stop = &outcome.stop();
       rank.watch.timeout = std::chrono::seconds(30);
-      if (!shape_.sleeps) rank.watch.patience.yield = std::chrono::milliseconds(100);
+      if (!shape_.sleeps) rank.watch.patience.yield = std::chrono::milliseconds(2);
     }
     const auto block_of = [&](int count) {
       return TestBlock(GroupBlock(rank.watch, rank.progress[index], index, count, thread,
