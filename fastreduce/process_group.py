@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 Object = TypeVar("Object")
 
+# torch has renamed these two; older releases know the other name only.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -101,13 +105,11 @@ class ProcessGroupTransport:
     ) -> _Work | None:
         if scale != 1.0:
             input = input * scale
-        work = dist.reduce_scatter_tensor(
-            output, input, _OPS[op], group=self._group, async_op=async_op
-        )
+        work = _reduce_scatter(output, input, _OPS[op], group=self._group, async_op=async_op)
         return self._finish(work, output, op)
 
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> _Work | None:
-        work = dist.all_gather_into_tensor(output, input, group=self._group, async_op=async_op)
+        work = _all_gather(output, input, group=self._group, async_op=async_op)
         return self._finish(work, output, "sum")
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> _Work | None:
