@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for path in (ROOT / "csrc").glob("*.cpp") if path.stem != "bindings")
 KERNELS = ROOT / "csrc" / "host_kernels.cpp"
 TESTS = ROOT / "tests" / "cpp"
-TIMEOUT = 120
+TIMEOUT = 240
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -123,6 +123,10 @@ class Builder:
         self._run(["g++", *shlex.split(flags), *[str(each.result()) for each in objects]], target)
         return target
 
+    def finish(self) -> None:
+        """Waits for all that was started, whatever came of it."""
+        wait(self._objects.values())
+
     def stop(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
@@ -162,7 +166,7 @@ STRICT = [(path, "baseline") for path in SOURCES] + [
 
 @pytest.fixture(scope="session")
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    """Has everything compiled that the tests of this file use, in the order in which they do."""
+    """Has everything compiled that the tests of this file use, the slowest first."""
     made = Builder(tmp_path_factory.mktemp("objects"))
     for flags in reversed(SANITIZERS.values()):
         for source in PROTOCOLS:
@@ -179,7 +183,9 @@ class Program:
     """A sanitized program. Where address space randomisation leaves no room for the sanitizer's
     own memory, it runs without."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, builder: Builder, sanitizer: str) -> None:
+        path = builder.program(PROTOCOLS, f"{CHECKED} {SANITIZERS[sanitizer]}")
+        builder.finish()  # ranks that share a core with a compiler wait long for each other
         self._command = [str(path)]
         if "unexpected memory mapping" in self.run("list").stderr:
             self._command = ["setarch", platform.machine(), "-R", str(path)]
@@ -199,12 +205,12 @@ class Program:
 
 @pytest.fixture(scope="session")
 def thread_program(builder: Builder) -> Program:
-    return Program(builder.program(PROTOCOLS, f"{CHECKED} {SANITIZERS['thread']}"))
+    return Program(builder, "thread")
 
 
 @pytest.fixture(scope="session")
 def address_program(builder: Builder) -> Program:
-    return Program(builder.program(PROTOCOLS, f"{CHECKED} {SANITIZERS['address']}"))
+    return Program(builder, "address")
 
 
 def expect_healthy(done: subprocess.CompletedProcess[str]) -> None:
