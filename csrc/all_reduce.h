@@ -23,8 +23,8 @@ namespace fastreduce {
 inline namespace FR_ISA {
 
 // After enter(): every rank's slot of this epoch holds its `count` elements. A slot is filled
-// before enter() and not read after the call; with two of them, by parity of the epoch, no
-// closing barrier is needed (see enter()).
+// before enter(), by all threads of the block and then block.all(), and not read after the call;
+// with two of them, by parity of the epoch, no closing barrier is needed (see enter()).
 template <class T, class Op, class Block>
 bool one_shot(Block& block, const View& view, std::uint32_t epoch, T* out, std::size_t count,
               const ScaleOf<T>& scale) {
@@ -98,8 +98,9 @@ bool two_shot_staged(Block& block, const View& view, const T* in, T* out, std::s
   return Pipeline::run(block, view, pieces_in(part.size(), piece), true, fill, take, finish);
 }
 
-// One piece of every chunk goes all the way round before the next, so each hop has at most
-// one slot in flight and no neighbour can wait for one who waits for it. The partial sums
+// One piece of every chunk goes all the way round before the next. A rank that waits for a free
+// slot has sent at most one slot more than it has received. Were all to wait, each would have
+// sent kSlots more than its neighbour has received; so somebody always goes on. The partial sums
 // travel as accumulators: they are rounded once, at the end of the reduction.
 template <class T, class Op, class Block>
 bool ring(Block& block, const View& view, const T* in, T* out, std::size_t count,

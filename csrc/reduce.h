@@ -219,6 +219,11 @@ void reduce_unrolled(T* const* to, const T* const* from, std::size_t n, const S&
   }
 }
 
+#if defined(__AVX512F__)
+// All lanes. The forms without a mask name an undefined register, of which gcc 12 warns.
+constexpr __mmask16 kAll = 0xffff;
+#endif
+
 // A whole run of elements to or from accumulators. Where the processor converts half in one
 // instruction, compilers do not find it in a loop.
 template <class T>
@@ -227,8 +232,9 @@ FR_FN void widen(AccOf<T>* to, const T* from, std::size_t n) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same<T, Half>::value)
     for (; i + 16 <= n; i += 16)
-      _mm512_storeu_ps(
-          to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+      _mm512_storeu_ps(to + i,
+                       _mm512_maskz_cvtph_ps(
+                           kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
 #elif defined(__F16C__)
   if constexpr (std::is_same<T, Half>::value)
     for (; i + 8 <= n; i += 8)
@@ -245,8 +251,9 @@ FR_FN void narrow(T* to, const AccOf<T>* from, std::size_t n) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same<T, Half>::value)
     for (; i + 16 <= n; i += 16)
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
-                          _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+      _mm256_storeu_si256(
+          reinterpret_cast<__m256i*>(to + i),
+          _mm512_maskz_cvtps_ph(kAll, _mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   if constexpr (std::is_same<T, Half>::value)
     for (; i + 8 <= n; i += 8)
