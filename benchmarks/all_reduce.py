@@ -81,11 +81,22 @@ def build_bound() -> ctypes.CDLL:
     return loaded
 
 
+def join_group(rank: int, world_size: int, folder: Path) -> None:
+    """This process becomes a rank of a gloo group that meets in ``folder``, on one thread."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=300),
+    )
+
+
 class Rank:
     """One rank of the run: its communicator, its peers' libraries, its measurements."""
 
     def __init__(self, rank: int, world_size: int, folder: Path, largest: int) -> None:
-        torch.set_num_threads(1)
         self.rank, self.world_size = rank, world_size
         self.communicator = fastreduce.Communicator(timeout=120)
         self.bound = build_bound()
@@ -247,13 +258,7 @@ def work(folder: Path) -> None:
         rank, world_size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
         if rank == 0:
             print(mpi.Get_library_version().partition("\n")[0])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=300),
-    )
+    join_group(rank, world_size, folder)
     here = Rank(rank, world_size, folder, max(arguments.sizes))
     results = []
     for dtype in arguments.dtypes:

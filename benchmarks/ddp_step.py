@@ -13,7 +13,6 @@ import json
 import statistics
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
-from benchmarks.all_reduce import machine
+from benchmarks.all_reduce import join_group, machine
 
 VARIANTS = ("no communication", "gloo", "fastreduce")
 
@@ -104,14 +103,7 @@ def measure(world_size: int, batch: int, steps: int, bucket_cap_mb: float) -> di
 
 
 def rank_main(rank: int, world_size: int, folder: str, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=300),
-    )
+    join_group(rank, world_size, Path(folder))
     results = []
     for bucket_cap_mb in arguments.bucket_cap_mb:
         for batch in arguments.batches:

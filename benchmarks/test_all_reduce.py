@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,20 +18,15 @@ import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import fastreduce
-from benchmarks.all_reduce import DTYPES, QUICK, human
+from benchmarks.all_reduce import DTYPES, QUICK, human, join_group
 
 ROUNDS = 30
 
 
-def join(rank: int, store: str) -> fastreduce.Communicator:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    return fastreduce.Communicator(timeout=60)
-
-
-def answer(pipe: Connection, store: str) -> None:
+def answer(pipe: Connection, folder: str) -> None:
     """Makes the same calls as the measured rank until it is told to end."""
-    communicator = join(1, store)
+    join_group(1, 2, Path(folder))
+    communicator = fastreduce.Communicator(timeout=60)
     while (task := pipe.recv()) is not None:
         rounds, count, dtype = task
         buffer, fresh = communicator.empty(count, dtype=dtype), torch.ones(count, dtype=dtype)
@@ -47,9 +43,10 @@ def peer() -> Iterator[tuple[fastreduce.Communicator, Connection]]:
     context = get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=answer, args=(there, f"{folder}/store"), daemon=True)
+        process = context.Process(target=answer, args=(there, folder), daemon=True)
         process.start()
-        communicator = join(0, f"{folder}/store")
+        join_group(0, 2, Path(folder))
+        communicator = fastreduce.Communicator(timeout=60)
         yield communicator, here
         here.send(None)
         communicator.close()

@@ -3,7 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "host.h"
+#include "host_communicator.h"
 
 namespace py = pybind11;
 using namespace fastreduce;

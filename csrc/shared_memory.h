@@ -48,8 +48,8 @@ Descriptor create_segment(std::size_t bytes);
 // What a rank tells a peer beside the calls: a segment to map (with its descriptor), one to
 // unmap.
 struct Message {
-  enum class Type : std::uint32_t { hello, control, process, map, unmap };
-  Type type = Type::hello;
+  enum class Type : std::uint32_t { control, process, map, unmap };
+  Type type = Type::control;
   std::int32_t id = -1;
   std::uint64_t bytes = 0;
 };

@@ -19,7 +19,7 @@ enum class Kind : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadca
 enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8 };
 enum class Op : std::uint8_t { sum, mean, min, max };
 enum class Algorithm : std::uint8_t { one_shot, two_shot, ring };
-enum class Phase : std::uint8_t { enter, fill, reduce, gather, exit };
+enum class Phase : std::uint8_t { enter, reduce, gather, exit };
 
 // What a rank says about a call before anyone touches memory. The first row must be the same
 // on all ranks; the rest tells where the tensor lies.

@@ -8,7 +8,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 OPS = ("sum", "mean", "min", "max")
 ALGORITHMS = ("one_shot", "two_shot", "ring")
-PHASES = ("enter", "fill", "reduce", "gather", "exit")
+PHASES = ("enter", "reduce", "gather", "exit")
 
 # csrc/signal.h: Failure and Field, in order.
 _FAILURES = ("none", "mismatch", "lost", "closed", "timeout", "interrupted", "sibling", "broken")

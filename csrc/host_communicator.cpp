@@ -1,0 +1,640 @@
+#include "host_communicator.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <iterator>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+namespace fastreduce {
+namespace {
+
+// How long a rank that gave up waits for peers that write into its tensor.
+constexpr std::chrono::seconds kStopWait{5};
+
+// Segments that peers are told to unmap in one call.
+constexpr std::size_t kRemovalsPerCall = 16;
+
+// Every so many staged calls the distance between the ranks' cores is measured anew, as the
+// time of a barrier in the quicker of two groups. Within one cache a barrier was seen to take 40
+// to 100 ns, across caches 180 to 360 ns.
+constexpr std::uint32_t kProbeEvery = 16;
+constexpr int kProbeGroups = 2;
+constexpr int kProbeBarriers = 3;
+constexpr std::chrono::nanoseconds kFar{140};
+
+std::atomic<unsigned> generation{0};
+
+void count_fork() { ++generation; }
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, count_fork);
+
+}  // namespace
+
+bool Work::done() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return done_;
+}
+
+bool Work::wait(Clock::duration timeout, const std::function<bool()>& interrupted) {
+  if (born_ != generation) throw std::runtime_error("this call belongs to the parent process");
+  const auto deadline = Clock::now() + timeout;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!done_) {
+    const auto now = Clock::now();
+    if (now >= deadline) return false;
+    finished_.wait_until(lock, std::min(deadline, now + Clock::duration(kLook)));
+    if (done_) break;
+    lock.unlock();
+    const bool stop = interrupted && interrupted();
+    lock.lock();
+    if (stop) return false;
+  }
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+void Work::finish(std::exception_ptr error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  done_ = true;
+  error_ = std::move(error);
+  finished_.notify_all();
+}
+
+HostCommunicator::HostCommunicator(const Listener& listener, int rank,
+                                   const std::vector<std::string>& addresses,
+                                   const std::string& token, const Options& options)
+    : options_(options), born_(generation), epoch_(options.first_epoch) {
+  const int world = static_cast<int>(addresses.size());
+  if (world < 1 || world > kMaxRanks)
+    throw std::invalid_argument("ranks on a host: expected 1 to " + std::to_string(kMaxRanks) +
+                                ", got " + std::to_string(world));
+  if (options.blocks < 1 || options.blocks > kMaxBlocks)
+    throw std::invalid_argument("blocks: expected 1 to " + std::to_string(kMaxBlocks) + ", got " +
+                                std::to_string(options.blocks));
+  const auto deadline = Clock::now() + options_.connect_timeout;
+  view_.layout = {world, options.blocks, options.slot_bytes, options.stage_bytes};
+  view_.rank = rank;
+  progress_.assign(options.blocks, {options.first_epoch, options.first_epoch, options.first_epoch});
+  areas_.resize(world);
+  remote_.resize(world);
+  messages_read_.resize(world);
+  calls_.resize(world);
+  begun_ = progress_;
+
+  const std::size_t bytes = view_.layout.bytes();
+  const Descriptor own = create_segment(bytes);
+  areas_[rank] = Mapping(own.get(), bytes);
+  view_.area[rank] = areas_[rank].data();
+  // Flags begin where the counters do. They count calls from options.first_epoch.
+  const auto begin = [&](Flag& flag) { flag.value = options.first_epoch; };
+  new (&view_.failure(rank)) FailureRecord();
+  for (int p = 0; p < world; ++p) {
+    begin(view_.announcement(rank, p, 0).flag);
+    begin(view_.announcement(rank, p, 1).flag);
+    begin(view_.claim(rank, p));
+    for (int b = 0; b < options.blocks; ++b) {
+      begin(view_.step(rank, b, p));
+      begin(view_.tail(rank, b, p));
+      begin(view_.head(rank, b, p));
+    }
+  }
+
+  peers_ = Peers(listener, rank, addresses, token, deadline);
+  const Descriptor process = open_own_process();
+  for (int p = 0; p < world; ++p) {
+    if (p == rank) continue;
+    peers_.send(p, {Message::Type::control, -1, bytes}, own.get(), deadline);
+    peers_.send(p, {Message::Type::process, -1, 0}, process.get(), deadline);
+  }
+  for (int p = 0; p < world; ++p) {
+    if (p == rank) continue;
+    Descriptor fd;
+    const Message control = peers_.receive(p, &fd, deadline);
+    if (control.type != Message::Type::control || control.bytes != bytes || fd.get() < 0)
+      throw std::runtime_error("rank " + std::to_string(p) + " sent a control segment of " +
+                               std::to_string(control.bytes) + " bytes, expected " +
+                               std::to_string(bytes) + ": do all ranks run the same version?");
+    areas_[p] = Mapping(fd.get(), bytes);
+    view_.area[p] = areas_[p].data();
+    Descriptor handle;
+    peers_.receive(p, &handle, deadline);
+    peers_.watch(p, std::move(handle));
+  }
+  help_failures_.resize(options.blocks);
+  try {
+    for (int b = 1; b < options.blocks; ++b) helpers_.emplace_back([this, b] { help(b); });
+  } catch (...) {
+    dismiss_helpers();
+    throw;
+  }
+}
+
+HostCommunicator::~HostCommunicator() { close(false, nullptr); }
+
+void HostCommunicator::dismiss_helpers() {
+  {
+    std::lock_guard<std::mutex> lock(help_mutex_);
+    help_stop_ = true;
+    help_wanted_.notify_all();
+  }
+  for (auto& helper : helpers_) helper.join();
+  helpers_.clear();
+}
+
+bool HostCommunicator::forked() const { return born_ != generation; }
+
+// Before any lock: the fork may have come while another thread held it.
+void HostCommunicator::refuse_child() const {
+  if (forked())
+    throw std::runtime_error(
+        "this communicator belongs to the parent process; create one after the fork");
+}
+
+void HostCommunicator::check_usable() const {
+  if (broken_) throw CallFailed{why_, view_.rank};
+  if (closing_) throw std::runtime_error("the communicator is closed");
+}
+
+Watch HostCommunicator::make_watch(const Patience& patience,
+                                   const std::function<bool()>* interrupted) const {
+  Watch watch;
+  watch.view = &view_;
+  watch.peers = &peers_;
+  watch.stop = &stop_;
+  watch.interrupted = interrupted;
+  watch.patience = patience;
+  watch.timeout = options_.timeout;
+  return watch;
+}
+
+void HostCommunicator::run(const Call& call, const void* in, void* out,
+                           const std::function<bool()>& interrupted) {
+  refuse_child();
+  std::unique_lock<std::mutex> lock(mutex_);
+  check_usable();
+  if (busy_ || !queue_.empty()) {
+    lock.unlock();
+    const auto work = submit(call, in, out, -1);
+    if (!work->wait(Clock::duration::max() / 4, interrupted)) {
+      // The call cannot be taken back while peers take part in it: give up the communicator.
+      stop_ = Failure::interrupted;
+      work->wait(Clock::duration::max() / 4, nullptr);
+    }
+    return;
+  }
+  busy_ = true;
+  lock.unlock();
+  struct Idle {
+    HostCommunicator& of;
+    ~Idle() {
+      std::lock_guard<std::mutex> guard(of.mutex_);
+      of.busy_ = false;
+      if (!of.queue_.empty() || of.closing_) of.changed_.notify_all();
+    }
+  } idle{*this};
+  execute(call, in, out, make_watch(options_.foreground, &interrupted));
+}
+
+std::shared_ptr<Work> HostCommunicator::submit(const Call& call, const void* in, void* out,
+                                               std::int64_t notify) {
+  refuse_child();
+  auto work = std::make_shared<Work>();
+  work->born_ = born_;
+  work->call_ = call;
+  work->in_ = in;
+  work->out_ = out;
+  work->notify_ = notify;
+  std::lock_guard<std::mutex> lock(mutex_);
+  check_usable();
+  if (!thread_.joinable()) thread_ = std::thread([this] { communicate(); });
+  queue_.push_back(work);
+  changed_.notify_all();
+  return work;
+}
+
+void HostCommunicator::communicate() {
+  const std::function<bool()> never;
+  const Watch watch = make_watch(options_.background, &never);
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return !busy_ && (!queue_.empty() || closing_); });
+    if (queue_.empty()) return;
+    const std::shared_ptr<Work> work = queue_.front();
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      if (broken_) throw CallFailed{why_, view_.rank};
+      if (stop_ != Failure::none) {
+        FailureRecord record;
+        record.failure = stop_;
+        record.kind = work->call_.kind;
+        record.rank = record.peer = view_.rank;
+        record.epoch = epoch_ + 1;
+        give_up(record);
+      }
+      execute(work->call_, work->in_, work->out_, watch);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work->finish(error);
+    lock.lock();
+    busy_ = false;
+    changed_.notify_all();
+    if (work->notify_ >= 0) {
+      completed_.emplace_back(work->notify_, work);
+      completion_.notify_all();
+    }
+  }
+}
+
+std::vector<HostCommunicator::Completed> HostCommunicator::next_completed() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  completion_.wait(lock, [this] { return !completed_.empty() || closed_; });
+  std::vector<Completed> taken(completed_.begin(), completed_.end());
+  completed_.clear();
+  return taken;
+}
+
+void HostCommunicator::announce(FailureRecord& record) {
+  view_.failure(view_.rank) = record;
+  for (int p = 0; p < view_.world(); ++p)
+    if (p != view_.rank)
+      store_ordered(&view_.state(p, view_.rank).value, static_cast<std::uint32_t>(State::failed));
+
+  // Peers that were faster may be writing into the tensor of this call. They stop at their next
+  // wait, for this rank has failed; a stopped process is not waited for long.
+  const auto deadline = Clock::now() + std::min<Clock::duration>(options_.timeout, kStopWait);
+  for (int p = 0; p < view_.world(); ++p) {
+    if (p == view_.rank || load_acquire(&view_.claim(view_.rank, p).value) != epoch_) continue;
+    record.written = true;
+    while (may_write(p) && Clock::now() < deadline)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  why_ = record;
+  broken_ = true;
+}
+
+// Whether a peer that has claimed this rank's tensor may still write into it: it has neither
+// left nor told, block by block, that its part of the call is done.
+bool HostCommunicator::may_write(int peer) const {
+  if (load_acquire(&view_.state(view_.rank, peer).value) != 0 || peers_.lost(peer)) return false;
+  for (int b = 0; b < blocks_for(calls_[view_.rank]); ++b)
+    if (!reached(load_acquire(&view_.step(view_.rank, b, peer).value), begun_[b].steps + 1))
+      return true;
+  return false;
+}
+
+void HostCommunicator::give_up(FailureRecord record, bool written) {
+  record.written = written;  // a peer's record tells of the peer's tensor
+  announce(record);
+  throw CallFailed{record, view_.rank};
+}
+
+namespace {
+
+// How many elements and bytes the tensors of a call have.
+std::size_t input_bytes(const Call& call, int world) {
+  const std::size_t bytes = call.count * item_bytes(call.dtype);
+  return call.kind == Kind::reduce_scatter ? bytes * world : bytes;
+}
+
+struct Difference {
+  Field field = Field::none;
+  std::uint64_t expected = 0;
+  std::uint64_t seen = 0;
+};
+
+std::uint64_t bits(double value) {
+  std::uint64_t word;
+  std::memcpy(&word, &value, sizeof word);
+  return word;
+}
+
+Difference compare(const Call& a, const Call& b) {
+  const auto number = [](auto value) { return static_cast<std::uint64_t>(value); };
+  const struct {
+    Field field;
+    std::uint64_t a;
+    std::uint64_t b;
+  } rows[] = {
+      {Field::kind, number(a.kind), number(b.kind)},
+      {Field::dtype, number(a.dtype), number(b.dtype)},
+      {Field::op, number(a.op), number(b.op)},
+      {Field::algorithm, number(a.algorithm), number(b.algorithm)},
+      {Field::root, number(a.root), number(b.root)},
+      {Field::count, a.count, b.count},
+      {Field::scale, bits(a.scale), bits(b.scale)},
+  };
+  for (const auto& row : rows)
+    if (row.a != row.b) return {row.field, row.a, row.b};
+  return {};
+}
+
+}  // namespace
+
+void HostCommunicator::execute(Call call, const void* in, void* out, const Watch& plan) {
+  const std::size_t bytes = input_bytes(call, view_.world());
+  const bool one_shot = call.algorithm == Algorithm::one_shot;
+  if (one_shot && bytes > view_.layout.slot_bytes)
+    throw std::invalid_argument("one_shot: expected at most " +
+                                std::to_string(view_.layout.slot_bytes) + " bytes, got " +
+                                std::to_string(bytes));
+  Job job;
+  job.epoch = ++epoch_;
+  job.in = in;
+  job.out = out;
+  begun_ = progress_;
+  calls_[view_.rank] = call;
+  Watch watch = plan;
+  watch.kind = call.kind;
+  watch.epoch = job.epoch;
+  FailureRecord record;
+  record.kind = call.kind;
+  record.epoch = job.epoch;
+  try {
+    if (!one_shot) locate(call, in, bytes);
+    if (call.segment >= 0 || removals_waiting_) send_messages(call.segment);
+    call.messages = messages_sent_;
+    job.call = call;
+    if (one_shot && bytes != 0 && (call.kind != Kind::broadcast || call.root == view_.rank))
+      std::memcpy(view_.slot(view_.rank, job.epoch), in, bytes);
+
+    HostBlock leader(watch, progress_[0], 0, 1);
+    Call* const calls = calls_.data();
+    if (!enter(leader, view_, job.epoch, call, calls)) give_up(leader.failure());
+    const int failed = failed_peer(view_);
+    if (failed >= 0) give_up(view_.failure(failed));
+    for (int p = 1; p < view_.world(); ++p) {
+      if (std::memcmp(&calls[0], &calls[p], offsetof(Call, segment)) == 0) continue;
+      const Difference difference = compare(calls[0], calls[p]);
+      record.failure = Failure::mismatch;
+      record.field = difference.field;
+      record.peer = p;
+      record.expected = difference.expected;
+      record.seen = difference.seen;
+      give_up(record);
+    }
+    perform(leader, job, calls, watch);
+  } catch (const CallFailed&) {
+    throw;
+  } catch (const PeerLeft& left) {
+    record.failure = Failure::lost;
+    record.rank = view_.rank;
+    record.peer = left.peer;
+    record.expected = record.seen = job.epoch;
+    give_up(record);
+  } catch (...) {
+    // Not a protocol's failure but this machine's. Peers must not wait for this rank.
+    record.failure = Failure::broken;
+    record.rank = record.peer = view_.rank;
+    announce(record);
+    throw;
+  }
+}
+
+void HostCommunicator::perform(HostBlock& leader, Job& job, const Call* calls, const Watch& watch) {
+  const Call& call = job.call;
+  for (int p = 0; p < view_.world(); ++p)
+    if (p != view_.rank && calls[p].messages != messages_read_[p])
+      read_messages(p, calls[p].messages);
+  if (call.count == 0) return;
+  // A rank alone has no neighbour and needs no slot.
+  if (view_.world() == 1) job.call.algorithm = Algorithm::two_shot;
+  if (job.call.algorithm == Algorithm::two_shot) resolve(job, calls);
+
+  if (job.direct && call.kind == Kind::all_reduce) {
+    const int failed = claim_peers(view_, job.epoch);
+    if (failed >= 0) give_up(view_.failure(failed));
+  }
+  const bool staged = job.call.algorithm == Algorithm::two_shot && !job.direct;
+  if (staged && staged_calls_++ % kProbeEvery == 0 && !probe_distance(leader))
+    give_up(leader.failure());
+  job.far = far_;
+
+  FailureRecord failure;
+  if (!run_blocks(job, watch, blocks_for(call), &failure)) give_up(failure, true);
+}
+
+// Virtual cores move between physical ones, every few to tens of seconds: look again and again.
+// All ranks look in the same call, and each may decide for itself.
+bool HostCommunicator::probe_distance(HostBlock& block) {
+  if (options_.foreground.spin.count() == 0) return true;  // ranks share cores: no distance
+  if (!barrier(block, view_, Phase::reduce)) return false;
+  auto best = Clock::duration::max();
+  for (int group = 0; group < kProbeGroups; ++group) {
+    const auto begin = Clock::now();
+    for (int i = 0; i < kProbeBarriers; ++i)
+      if (!barrier(block, view_, Phase::reduce)) return false;
+    best = std::min(best, (Clock::now() - begin) / kProbeBarriers);
+  }
+  far_ = best >= kFar;
+  return true;
+}
+
+int HostCommunicator::blocks_for(const Call& call) const {
+  const bool large = call.algorithm != Algorithm::one_shot &&
+                     input_bytes(call, view_.world()) >= options_.block_bytes;
+  return large ? options_.blocks : 1;
+}
+
+bool HostCommunicator::run_blocks(const Job& job, const Watch& plan, int count,
+                                  FailureRecord* failure) {
+  const bool helped = count > 1;
+  Watch watch = plan;
+  if (helped) {
+    watch.siblings = &block_failed_;
+    std::lock_guard<std::mutex> lock(help_mutex_);
+    help_job_ = &job;
+    help_watch_ = &watch;
+    help_blocks_ = count;
+    help_left_ = count - 1;
+    ++help_round_;
+    help_wanted_.notify_all();
+  }
+  HostBlock block(watch, progress_[0], 0, count);
+  const bool complete = kernels().run(block, view_, job);
+  if (!complete) {
+    *failure = block.failure();
+    block_failed_ = true;
+  }
+  if (!helped) return complete;
+
+  std::unique_lock<std::mutex> lock(help_mutex_);
+  help_done_.wait(lock, [this] { return help_left_ == 0; });
+  for (int b = 1; b < count; ++b)
+    if (failure->failure == Failure::none || failure->failure == Failure::sibling)
+      *failure = help_failures_[b];
+  return !block_failed_;
+}
+
+void HostCommunicator::help(int index) {
+  std::uint64_t round = 0;
+  std::unique_lock<std::mutex> lock(help_mutex_);
+  for (;;) {
+    help_wanted_.wait(lock, [&] { return help_stop_ || help_round_ != round; });
+    if (help_stop_) return;
+    round = help_round_;
+    if (index >= help_blocks_) continue;
+    const Job& job = *help_job_;
+    // Only the caller's thread may ask whether it was interrupted.
+    Watch watch = *help_watch_;
+    watch.interrupted = nullptr;
+    const int count = help_blocks_;
+    lock.unlock();
+    HostBlock block(watch, progress_[index], index, count);
+    if (!kernels().run(block, view_, job)) block_failed_ = true;
+    lock.lock();
+    help_failures_[index] = block.failure();
+    if (--help_left_ == 0) help_done_.notify_all();
+  }
+}
+
+// The segment and offset of a tensor that peers can map; one that ends outside is staged.
+void HostCommunicator::locate(Call& call, const void* in, std::size_t bytes) {
+  const auto* begin = static_cast<const char*>(in);
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  if (call.segment < 0) {
+    const auto after = allocations_.upper_bound(begin);
+    if (after == allocations_.begin()) return;
+    call.segment = std::prev(after)->second;
+  }
+  const Own& own = own_.at(call.segment);
+  call.offset = static_cast<std::uint64_t>(begin - own.base);
+  if (call.offset + bytes > own.bytes) call.segment = -1;
+}
+
+// Every rank decides from the same announcements, so all decide alike.
+void HostCommunicator::resolve(Job& job, const Call* calls) const {
+  const bool rooted = job.call.kind == Kind::broadcast;
+  for (int p = 0; p < view_.world(); ++p) {
+    if (rooted && p != job.call.root) continue;
+    if (view_.world() > 1 && calls[p].segment < 0) return;
+    job.peers[p] = p == view_.rank ? const_cast<void*>(job.in)
+                                   : remote_[p].at(calls[p].segment).data() + calls[p].offset;
+  }
+  job.direct = true;
+}
+
+void HostCommunicator::read_messages(int peer, std::uint32_t until) {
+  const auto deadline = Clock::now() + options_.timeout;
+  while (messages_read_[peer] != until) {
+    Descriptor fd;
+    const Message message = peers_.receive(peer, &fd, deadline);
+    ++messages_read_[peer];
+    if (message.type == Message::Type::map)
+      remote_[peer].emplace(message.id, Mapping(fd.get(), message.bytes));
+    else
+      remote_[peer].erase(message.id);
+  }
+}
+
+void HostCommunicator::tell_peers(const Message& message, int fd) {
+  const auto deadline = Clock::now() + options_.timeout;
+  for (int p = 0; p < view_.world(); ++p)
+    if (p != view_.rank && !peers_.lost(p)) peers_.send(p, message, fd, deadline);
+  ++messages_sent_;
+}
+
+// A few per call: peers read them within that call, so a socket never fills and a send never
+// has to wait for a peer that itself sends.
+void HostCommunicator::send_messages(int segment) {
+  Descriptor fd;
+  Message map{Message::Type::map, segment, 0};
+  std::vector<int> removals;
+  {
+    std::lock_guard<std::mutex> lock(control_mutex_);
+    if (segment >= 0) {
+      Own& own = own_.at(segment);
+      fd = std::move(own.fd);
+      map.bytes = own.bytes;
+    }
+    const std::size_t n = std::min<std::size_t>(removals_.size(), kRemovalsPerCall);
+    removals.assign(removals_.end() - static_cast<std::ptrdiff_t>(n), removals_.end());
+    removals_.resize(removals_.size() - n);
+    removals_waiting_ = !removals_.empty();
+  }
+  if (fd.get() >= 0) tell_peers(map, fd.get());
+  for (const int id : removals) tell_peers({Message::Type::unmap, id, 0}, -1);
+}
+
+int HostCommunicator::add_segment(int fd, const void* base, std::size_t bytes) {
+  Descriptor own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (own.get() < 0)
+    throw std::system_error(errno, std::generic_category(),
+                            "keeping a shared segment's descriptor");
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  const int id = next_segment_++;
+  own_[id] = {static_cast<const char*>(base), bytes, std::move(own)};
+  return id;
+}
+
+void HostCommunicator::remove_segment(int id) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  const auto found = own_.find(id);
+  if (found == own_.end()) return;
+  if (found->second.fd.get() < 0) {  // the peers have mapped it
+    removals_.push_back(id);
+    removals_waiting_ = true;
+  }
+  own_.erase(found);
+}
+
+void HostCommunicator::add_allocation(int id, const void* base) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  allocations_[static_cast<const char*>(base)] = id;
+}
+
+void HostCommunicator::remove_allocation(const void* base) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  allocations_.erase(static_cast<const char*>(base));
+}
+
+bool HostCommunicator::is_allocation(const void* base) const {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  return allocations_.count(static_cast<const char*>(base)) != 0;
+}
+
+void HostCommunicator::close(bool drain, const std::function<bool()>& interrupted) {
+  if (forked()) return;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!drain) stop_ = Failure::closed;
+    if (closing_) {
+      changed_.wait(lock, [this] { return closed_; });
+      return;
+    }
+    closing_ = true;
+    changed_.notify_all();
+    while (busy_ || !queue_.empty()) {
+      changed_.wait_for(lock, kLook);
+      lock.unlock();
+      if (interrupted && interrupted()) stop_ = Failure::interrupted;
+      lock.lock();
+    }
+  }
+  if (thread_.joinable()) thread_.join();
+  dismiss_helpers();
+  if (!broken_)
+    for (int p = 0; p < view_.world(); ++p)
+      if (p != view_.rank && view_.area[p] != nullptr)
+        store_release(&view_.state(p, view_.rank).value, static_cast<std::uint32_t>(State::closed));
+  peers_.close();
+  for (auto& maps : remote_) maps.clear();
+  areas_.clear();
+  std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
+  completion_.notify_all();
+}
+
+}  // namespace fastreduce

@@ -1,0 +1,172 @@
+// A rank's part in a group on one host: HostCommunicator owns what the calls need (control
+// segment, peers, segments, epoch, threads) and makes them, one at a time and in order.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host.h"
+
+namespace fastreduce {
+
+// A call that could not be completed.
+struct CallFailed {
+  FailureRecord record;
+  int rank;  // who reports it; record.rank is who found it
+};
+
+class HostCommunicator;
+
+// A call in the queue of the communication thread.
+class Work {
+ public:
+  bool done() const;
+  // False if `timeout` passed first or `interrupted` said so. Throws what the call threw.
+  bool wait(Clock::duration timeout, const std::function<bool()>& interrupted);
+
+ private:
+  friend class HostCommunicator;
+  void finish(std::exception_ptr error);
+
+  unsigned born_ = 0;
+  Call call_;
+  const void* in_ = nullptr;
+  void* out_ = nullptr;
+  std::int64_t notify_ = -1;
+  mutable std::mutex mutex_;
+  std::condition_variable finished_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+// The values are fastreduce/policy.py's to choose.
+struct Options {
+  Clock::duration timeout{};          // of any one wait
+  Clock::duration connect_timeout{};  // of the rendezvous
+  int blocks = 1;                     // threads that move a large buffer
+  std::size_t slot_bytes = 0;         // the largest payload of a one-shot call
+  std::size_t stage_bytes = 0;        // staging per block
+  std::size_t block_bytes = 0;        // calls from here on use all blocks
+  Patience foreground;
+  Patience background;
+  std::uint32_t first_epoch = 0;
+};
+
+class HostCommunicator {
+ public:
+  HostCommunicator(const Listener& listener, int rank, const std::vector<std::string>& addresses,
+                   const std::string& token, const Options& options);
+  ~HostCommunicator();
+
+  // Runs a call on this thread, after all that are queued. `interrupted` is asked now and
+  // then while it waits.
+  void run(const Call& call, const void* in, void* out, const std::function<bool()>& interrupted);
+  // Queues a call for the communication thread. With notify >= 0, next_completed() reports it.
+  std::shared_ptr<Work> submit(const Call& call, const void* in, void* out, std::int64_t notify);
+  // Waits for finished works that have a notify number and returns them, in order; empty once
+  // the communicator is closed.
+  using Completed = std::pair<std::int64_t, std::shared_ptr<Work>>;
+  std::vector<Completed> next_completed();
+
+  // [base, base + bytes) is a mapping of `fd`: peers will map it when a call first names it.
+  // Returns its id. Local: nothing is sent.
+  int add_segment(int fd, const void* base, std::size_t bytes);
+  void remove_segment(int id);
+  // Segments that calls find by themselves: their owner tells when the memory goes away.
+  void add_allocation(int id, const void* base);
+  void remove_allocation(const void* base);
+  bool is_allocation(const void* base) const;
+
+  // Finishes what is queued (or, without `drain` or when interrupted, gives it up), tells the
+  // peers, frees all. A second caller waits for the first.
+  void close(bool drain, const std::function<bool()>& interrupted);
+  bool forked() const;
+
+ private:
+  struct Own {
+    const char* base;
+    std::size_t bytes;
+    Descriptor fd;  // until the peers have it
+  };
+
+  void execute(Call call, const void* in, void* out, const Watch& plan);
+  void perform(HostBlock& leader, Job& job, const Call* calls, const Watch& watch);
+  int blocks_for(const Call& call) const;
+  bool run_blocks(const Job& job, const Watch& watch, int count, FailureRecord* failure);
+  void locate(Call& call, const void* in, std::size_t bytes);
+  void resolve(Job& job, const Call* calls) const;
+  bool probe_distance(HostBlock& block);
+  void read_messages(int peer, std::uint32_t until);
+  void tell_peers(const Message& message, int fd);
+  void send_messages(int segment);
+  void refuse_child() const;
+  void check_usable() const;
+  void announce(FailureRecord& record);
+  bool may_write(int peer) const;
+  [[noreturn]] void give_up(FailureRecord record, bool written = false);
+  Watch make_watch(const Patience& patience, const std::function<bool()>* interrupted) const;
+  void communicate();
+  void help(int block);
+  void dismiss_helpers();
+
+  Options options_;
+  unsigned born_;
+  View view_;
+  std::vector<Mapping> areas_;
+  Peers peers_;
+  std::uint32_t epoch_;
+  std::vector<Progress> progress_;
+  std::vector<Call> calls_;      // what each rank announced for the current call
+  std::vector<Progress> begun_;  // progress_ as the current call began
+  std::uint32_t staged_calls_ = 0;
+  bool far_ = false;
+
+  // Segments.
+  mutable std::mutex control_mutex_;
+  int next_segment_ = 0;
+  std::uint32_t messages_sent_ = 0;
+  std::map<int, Own> own_;
+  std::map<const char*, int> allocations_;
+  std::vector<int> removals_;
+  std::atomic<bool> removals_waiting_{false};
+  std::vector<std::map<int, Mapping>> remote_;
+  std::vector<std::uint32_t> messages_read_;
+
+  // Calls: one at a time, in order, by the caller or by the communication thread.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool busy_ = false;
+  bool closing_ = false;
+  bool closed_ = false;
+  std::deque<std::shared_ptr<Work>> queue_;
+  std::thread thread_;
+  std::atomic<Failure> stop_{Failure::none};
+  std::atomic<bool> broken_{false};
+  FailureRecord why_;
+  std::deque<Completed> completed_;
+  std::condition_variable completion_;
+
+  // Helper threads for blocks 1 and up.
+  std::vector<std::thread> helpers_;
+  std::mutex help_mutex_;
+  std::condition_variable help_wanted_;
+  std::condition_variable help_done_;
+  std::uint64_t help_round_ = 0;
+  int help_blocks_ = 0;
+  int help_left_ = 0;
+  bool help_stop_ = false;
+  const Job* help_job_ = nullptr;
+  const Watch* help_watch_ = nullptr;
+  std::vector<FailureRecord> help_failures_;
+  std::atomic<bool> block_failed_{false};
+};
+
+}  // namespace fastreduce
