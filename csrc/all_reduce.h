@@ -22,76 +22,85 @@
 namespace fastreduce {
 inline namespace FR_ISA {
 
+// An `arithmetic` is a TypedArithmetic of reduce.h, or has its methods. Counts are elements.
+
 // After enter(): every rank's slot of this epoch holds its `count` elements. A slot is filled
 // before enter(), by all threads of the block and then block.all(), and not read after the call;
 // with two of them, by parity of the epoch, no closing barrier is needed (see enter()).
-template <class T, class Op, class Block>
-bool one_shot(Block& block, const View& view, std::uint32_t epoch, T* out, std::size_t count,
-              const ScaleOf<T>& scale) {
-  const T* from[kMaxRanks];
-  for (int p = 0; p < view.world(); ++p) from[p] = reinterpret_cast<const T*>(view.slot(p, epoch));
-  reduce<T, Op>(block, &out, 1, from, view.world(), count, scale);
+template <class Block, class Arithmetic>
+FR_BLOCK bool one_shot(Block& block, const View& view, const Arithmetic& arithmetic,
+                       std::uint32_t epoch, char* out, std::size_t count) {
+  arithmetic.reduce(
+      block, [=](int) { return out; }, 1, [&](int p) { return view.slot(p, epoch); }, view.world(),
+      count);
   return true;
 }
 
 // `buffers` are all ranks' own buffers, mapped here. A chunk is read and written by one rank
 // only; the exit barrier tells that all chunks of this rank's buffer are in place.
-template <class T, class Op, class Block>
-bool two_shot(Block& block, const View& view, T* const* buffers, std::size_t count,
-              const ScaleOf<T>& scale) {
-  const Range chunk = chunk_of(count, view.world(), view.rank, sizeof(T));
-  const Range part = chunk_of(chunk.size(), block.count(), block.index(), sizeof(T));
-  T* at[kMaxRanks];
-  for (int p = 0; p < view.world(); ++p) at[p] = buffers[p] + chunk.begin + part.begin;
-  reduce<T, Op>(block, at, view.world(), at, view.world(), part.size(), scale);
+template <class Block, class Arithmetic>
+FR_BLOCK bool two_shot(Block& block, const View& view, const Arithmetic& arithmetic,
+                       void* const* buffers, std::size_t count) {
+  const std::size_t item = arithmetic.item_bytes();
+  const Range chunk = chunk_of(count, view.world(), view.rank, item);
+  const Range part = chunk_of(chunk.size(), block.count(), block.index(), item);
+  const std::size_t begin = (chunk.begin + part.begin) * item;
+  const auto at = [=](int p) { return static_cast<char*>(buffers[p]) + begin; };
+  arithmetic.reduce(block, at, view.world(), at, view.world(), part.size());
   return barrier(block, view, Phase::exit);
 }
 
 // Slots: kSlots of a piece for what a rank contributes, kSlots of a chunk of a piece for what
 // it has reduced. The own chunk never goes through a slot. `far`: the ranks' cores share no
 // cache, so results are stored past it.
-template <class T, class Op, class Block>
-bool two_shot_staged(Block& block, const View& view, const T* in, T* out, std::size_t count,
-                     const ScaleOf<T>& scale, bool far) {
+template <class Block, class Arithmetic>
+FR_BLOCK bool two_shot_staged(Block& block, const View& view, const Arithmetic& arithmetic,
+                              const char* in, char* out, std::size_t count, bool far) {
   const int world = view.world();
   const int rank = view.rank;
+  const std::size_t item = arithmetic.item_bytes();
   const std::size_t share = view.layout.stage_bytes / Pipeline::kSlots;
-  const std::size_t piece = share / (world + 1) / 64 * 64 * world / sizeof(T);
-  const std::size_t piece_bytes = piece * sizeof(T);
+  const std::size_t piece_bytes = share / (world + 1) / 64 * 64 * world;
   const std::size_t result_bytes = piece_bytes / world;
-  const Range part = chunk_of(count, block.count(), block.index(), sizeof(T));
+  const std::size_t piece = piece_bytes / item;
+  const Range part = chunk_of(count, block.count(), block.index(), item);
 
   const auto slot = [&](int owner, std::size_t i) {
-    return reinterpret_cast<T*>(view.stage(owner, block.index()) +
-                                (i % Pipeline::kSlots) * piece_bytes);
+    return view.stage(owner, block.index()) + (i % Pipeline::kSlots) * piece_bytes;
   };
   const auto result = [&](int owner, std::size_t i) {
-    return reinterpret_cast<T*>(view.stage(owner, block.index()) + Pipeline::kSlots * piece_bytes +
-                                (i % Pipeline::kSlots) * result_bytes);
+    return view.stage(owner, block.index()) + Pipeline::kSlots * piece_bytes +
+           (i % Pipeline::kSlots) * result_bytes;
   };
   const auto fill = [&](std::size_t i) {
     const Range here = piece_of(part, i, piece);
     for (int p = 0; p < world; ++p) {
-      const Range chunk = chunk_of(here.size(), world, p, sizeof(T));
+      const Range chunk = chunk_of(here.size(), world, p, item);
       if (p != rank)
-        copy(block, slot(rank, i) + chunk.begin, in + here.begin + chunk.begin, chunk.size());
+        copy(block, slot(rank, i) + chunk.begin * item, in + (here.begin + chunk.begin) * item,
+             chunk.size() * item);
     }
   };
   const auto take = [&](std::size_t i) {
     const Range here = piece_of(part, i, piece);
-    const Range chunk = chunk_of(here.size(), world, rank, sizeof(T));
-    const T* from[kMaxRanks];
-    for (int p = 0; p < world; ++p) from[p] = slot(p, i) + chunk.begin;
-    from[rank] = in + here.begin + chunk.begin;
-    T* const to[2] = {out + here.begin + chunk.begin, result(rank, i)};
-    reduce<T, Op>(block, to, far ? 1 : 2, from, world, chunk.size(), scale);
-    if (far) copy_streaming(block, to[1], to[0], chunk.size());
+    const Range chunk = chunk_of(here.size(), world, rank, item);
+    const char* own = in + (here.begin + chunk.begin) * item;
+    char* kept = out + (here.begin + chunk.begin) * item;
+    char* told = result(rank, i);
+    const auto from = [&](int p) { return p == rank ? own : slot(p, i) + chunk.begin * item; };
+    const auto to = [&](int k) { return k == 0 ? kept : told; };
+    arithmetic.reduce(block, to, far ? 1 : 2, from, world, chunk.size());
+    if (far) {
+      block.all(true);  // threads of a block may share the copy otherwise than the reduction
+      copy_streaming(block, told, kept, chunk.size() * item);
+    }
   };
   const auto finish = [&](std::size_t i) {
     const Range here = piece_of(part, i, piece);
     for (int p = 0; p < world; ++p) {
-      const Range chunk = chunk_of(here.size(), world, p, sizeof(T));
-      if (p != rank) copy<T>(block, out + here.begin + chunk.begin, result(p, i), chunk.size());
+      const Range chunk = chunk_of(here.size(), world, p, item);
+      if (p != rank)
+        copy(block, out + (here.begin + chunk.begin) * item, result(p, i), chunk.size() * item);
     }
   };
   // All ranks walk the same number of pieces: `part` depends on count and blocks alone.
@@ -102,43 +111,37 @@ bool two_shot_staged(Block& block, const View& view, const T* in, T* out, std::s
 // slot has sent at most one slot more than it has received. Were all to wait, each would have
 // sent kSlots more than its neighbour has received; so somebody always goes on. The partial sums
 // travel as accumulators: they are rounded once, at the end of the reduction.
-template <class T, class Op, class Block>
-bool ring(Block& block, const View& view, const T* in, T* out, std::size_t count,
-          const ScaleOf<T>& scale) {
-  using A = AccOf<T>;
+template <class Block, class Arithmetic>
+FR_BLOCK bool ring(Block& block, const View& view, const Arithmetic& arithmetic, const char* in,
+                   char* out, std::size_t count) {
   const int world = view.world();
   const int rank = view.rank;
+  const std::size_t item = arithmetic.item_bytes();
   const auto part_of_chunk = [&](int c) {
-    const Range chunk = chunk_of(count, world, c, sizeof(T));
-    const Range part = chunk_of(chunk.size(), block.count(), block.index(), sizeof(T));
+    const Range chunk = chunk_of(count, world, c, item);
+    const Range part = chunk_of(chunk.size(), block.count(), block.index(), item);
     return Range{chunk.begin + part.begin, chunk.begin + part.end};
   };
   Channel<Block> channel(block, view);
-  const std::size_t piece = channel.slot_bytes() / sizeof(A);
+  const std::size_t piece = channel.slot_bytes() / arithmetic.partial_bytes();
   const std::size_t rounds = pieces_in(part_of_chunk(0).size(), piece);  // the longest chunk
 
   for (std::size_t round = 0; round < rounds; ++round) {
     for (int step = 0; step < world - 1; ++step) {
-      const A* arrived = nullptr;
+      const char* arrived = nullptr;
       if (step > 0) {
-        arrived = reinterpret_cast<const A*>(channel.begin_receive(Phase::reduce));
+        arrived = channel.begin_receive(Phase::reduce);
         if (arrived == nullptr) return false;
       }
       const Range here =
           piece_of(part_of_chunk(ring_reduce_send_chunk(rank, step, world)), round, piece);
-      A* to = reinterpret_cast<A*>(channel.begin_send(Phase::reduce));
+      char* to = channel.begin_send(Phase::reduce);
       if (to == nullptr) return false;
-      const Range share = share_of<A>(block, here.size());
-      const T* own = in + here.begin;
-      if (step == 0) {
-        FR_INDEPENDENT
-        for (std::size_t i = share.begin; i < share.end; ++i)
-          to[i] = scale.input(Element<T>::load(own[i]));
-      } else {
-        FR_INDEPENDENT
-        for (std::size_t i = share.begin; i < share.end; ++i)
-          to[i] = Op::apply(arrived[i], scale.input(Element<T>::load(own[i])));
-      }
+      const char* own = in + here.begin * item;
+      if (step == 0)
+        arithmetic.open_partial(block, to, own, here.size());
+      else
+        arithmetic.add_partial(block, to, arrived, own, here.size());
       channel.end_send();
       if (step > 0) channel.end_receive();
     }
@@ -146,18 +149,12 @@ bool ring(Block& block, const View& view, const T* in, T* out, std::size_t count
     // The own chunk is complete with this last arrival: round it, keep it, pass it on.
     {
       const Range here = piece_of(part_of_chunk(rank), round, piece);
-      const A* arrived = reinterpret_cast<const A*>(channel.begin_receive(Phase::reduce));
+      const char* arrived = channel.begin_receive(Phase::reduce);
       if (arrived == nullptr) return false;
-      T* to = reinterpret_cast<T*>(channel.begin_send(Phase::gather));
+      char* to = channel.begin_send(Phase::gather);
       if (to == nullptr) return false;
-      const Range share = share_of<T>(block, here.size());
-      const T* own = in + here.begin;
-      T* kept = out + here.begin;
-      FR_INDEPENDENT
-      for (std::size_t i = share.begin; i < share.end; ++i) {
-        const A sum = Op::apply(arrived[i], scale.input(Element<T>::load(own[i])));
-        kept[i] = to[i] = Element<T>::store(scale.result(sum));
-      }
+      arithmetic.close_partial(block, out + here.begin * item, to, arrived, in + here.begin * item,
+                               here.size());
       channel.end_send();
       channel.end_receive();
     }
@@ -165,15 +162,16 @@ bool ring(Block& block, const View& view, const T* in, T* out, std::size_t count
     for (int step = 0; step < world - 1; ++step) {
       const Range here =
           piece_of(part_of_chunk(ring_gather_receive_chunk(rank, step, world)), round, piece);
-      const T* arrived = reinterpret_cast<const T*>(channel.begin_receive(Phase::gather));
+      const char* arrived = channel.begin_receive(Phase::gather);
       if (arrived == nullptr) return false;
+      const std::size_t bytes = here.size() * item;
       if (step < world - 2) {
-        T* to = reinterpret_cast<T*>(channel.begin_send(Phase::gather));
+        char* to = channel.begin_send(Phase::gather);
         if (to == nullptr) return false;
-        copy(block, to, arrived, here.size());
+        copy(block, to, arrived, bytes);
         channel.end_send();
       }
-      copy(block, out + here.begin, arrived, here.size());
+      copy(block, out + here.begin * item, arrived, bytes);
       channel.end_receive();
     }
   }

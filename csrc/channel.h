@@ -15,23 +15,23 @@ class Channel {
  public:
   static constexpr std::uint32_t kSlots = 4;
 
-  Channel(Block& block, const View& view)
+  FR_BLOCK Channel(Block& block, const View& view)
       : block_(block),
         view_(view),
         next_(ring_next(view.rank, view.world())),
         previous_(ring_previous(view.rank, view.world())) {}
 
-  std::size_t slot_bytes() const { return view_.layout.stage_bytes / kSlots / 64 * 64; }
+  FR_BLOCK std::size_t slot_bytes() const { return view_.layout.stage_bytes / kSlots / 64 * 64; }
 
   // The slot to fill next, once the neighbour has emptied it; null: given up.
-  char* begin_send(Phase phase) {
+  FR_BLOCK char* begin_send(Phase phase) {
     const std::uint32_t oldest = block_.progress().sent + 1 - kSlots;
     bool free = true;
     if (block_.thread() == 0)
       free = block_.wait(view_.head(view_.rank, block_.index(), next_), oldest, next_, phase);
     return block_.all(free) ? slot(next_, block_.progress().sent) : nullptr;
   }
-  void end_send() {
+  FR_BLOCK void end_send() {
     block_.all(true);
     if (block_.thread() == 0)
       block_.signal(view_.tail(next_, block_.index(), view_.rank), ++block_.progress().sent);
@@ -39,7 +39,7 @@ class Channel {
   }
 
   // The slot that arrives next; null: given up.
-  const char* begin_receive(Phase phase) {
+  FR_BLOCK const char* begin_receive(Phase phase) {
     const std::uint32_t due = block_.progress().received + 1;
     bool filled = true;
     if (block_.thread() == 0)
@@ -47,7 +47,7 @@ class Channel {
           block_.wait(view_.tail(view_.rank, block_.index(), previous_), due, previous_, phase);
     return block_.all(filled) ? slot(view_.rank, block_.progress().received) : nullptr;
   }
-  void end_receive() {
+  FR_BLOCK void end_receive() {
     block_.all(true);
     if (block_.thread() == 0)
       block_.signal(view_.head(previous_, block_.index(), view_.rank),
@@ -56,7 +56,7 @@ class Channel {
   }
 
  private:
-  char* slot(int owner, std::uint32_t number) const {
+  FR_BLOCK char* slot(int owner, std::uint32_t number) const {
     return view_.stage(owner, block_.index()) + (number % kSlots) * slot_bytes();
   }
 
@@ -84,8 +84,8 @@ struct Pipeline {
   static constexpr std::size_t kFinish = 2 * kAhead + 1;
 
   template <class Block, class Fill, class Take, class Finish>
-  static bool run(Block& block, const View& view, std::size_t pieces, bool finishes, Fill fill,
-                  Take take, Finish finish) {
+  static FR_BLOCK bool run(Block& block, const View& view, std::size_t pieces, bool finishes,
+                           Fill fill, Take take, Finish finish) {
     const std::size_t steps = pieces + (finishes ? kFinish : kAhead);
     for (std::size_t i = 0; i < steps && pieces != 0; ++i) {
       if (i < pieces) fill(i);
@@ -98,7 +98,8 @@ struct Pipeline {
   }
 
   template <class Block, class Fill, class Take>
-  static bool run(Block& block, const View& view, std::size_t pieces, Fill fill, Take take) {
+  static FR_BLOCK bool run(Block& block, const View& view, std::size_t pieces, Fill fill,
+                           Take take) {
     return run(block, view, pieces, false, fill, take, [](std::size_t) {});
   }
 };

@@ -5,8 +5,8 @@
 #include <functional>
 
 #include "bucket.h"
+#include "run.h"
 #include "shared_memory.h"
-#include "signal.h"
 
 namespace fastreduce {
 
@@ -36,6 +36,8 @@ class HostBlock {
  public:
   HostBlock(const Watch& watch, Progress& progress, int index, int count)
       : watch_(watch), progress_(progress), index_(index), count_(count) {}
+
+  static constexpr bool kPacks = false;
 
   FR_FN int index() const { return index_; }
   FR_FN int count() const { return count_; }
@@ -71,17 +73,6 @@ class HostBlock {
   int count_;
 };
 
-// One call, as the blocks of a rank run it.
-struct Job {
-  Call call;
-  std::uint32_t epoch = 0;
-  const void* in = nullptr;
-  void* out = nullptr;
-  bool direct = false;     // `peers` holds every rank's tensor, mapped here
-  void* peers[kMaxRanks];  // a broadcast fills in its root's only
-  bool far = false;        // the ranks' cores share no cache
-};
-
 // Between tensors of one dtype and a flat buffer; see bucket.h.
 using BucketKernel = void (*)(HostBlock&, DType tensor, DType flat, void* buffer, const Piece*,
                               std::size_t, double scale);
@@ -96,22 +87,5 @@ struct Kernels {
 
 // The best that this processor runs; FASTREDUCE_ISA names a lower one.
 const Kernels& kernels();
-
-FR_FN std::size_t item_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::float64:
-    case DType::int64:
-      return 8;
-    case DType::float32:
-    case DType::int32:
-      return 4;
-    case DType::float16:
-    case DType::bfloat16:
-      return 2;
-    case DType::uint8:
-      break;
-  }
-  return 1;
-}
 
 }  // namespace fastreduce

@@ -1,8 +1,4 @@
 // The protocols, instantiated for HostBlock. Compiled once per instruction set (FR_ISA).
-#include <limits>
-
-#include "all_reduce.h"
-#include "collectives.h"
 #include "host.h"
 
 #define FR_STRING_(x) #x
@@ -12,100 +8,104 @@ namespace fastreduce {
 inline namespace FR_ISA {
 namespace {
 
-// The factors in the accumulator's type. A NaN is made the default one, see store_reduced().
-template <class A>
-Scale<A> scale_of(const Scale<A>*, const Call& call, int world) {
-  const A before =
-      call.scale == call.scale ? static_cast<A>(call.scale) : std::numeric_limits<A>::quiet_NaN();
-  return {before, call.op == Op::mean ? A(1) / static_cast<A>(world) : A(1)};
-}
+// A TypedArithmetic whose type the protocols do not see: they are compiled once, not once per
+// element type and operation. A virtual call moves a whole piece.
+class HostArithmetic {
+ public:
+  virtual std::size_t item_bytes() const = 0;
+  virtual std::size_t partial_bytes() const = 0;
 
-template <class A>
-Divisor<A> scale_of(const Divisor<A>*, const Call& call, int world) {
-  return {call.op == Op::mean ? static_cast<A>(world) : A(1)};
-}
+  template <class To, class From>
+  void reduce(HostBlock&, const To& to, int stores, const From& from, int count,
+              std::size_t n) const {
+    char* out[kMaxRanks];
+    const char* in[kMaxRanks];
+    for (int k = 0; k < stores; ++k) out[k] = to(k);
+    for (int k = 0; k < count; ++k) in[k] = from(k);
+    reduce_all(out, stores, in, count, n);
+  }
+
+  virtual void open_partial(HostBlock&, char* partial, const char* own, std::size_t n) const = 0;
+  virtual void add_partial(HostBlock&, char* partial, const char* arrived, const char* own,
+                           std::size_t n) const = 0;
+  virtual void close_partial(HostBlock&, char* kept, char* sent, const char* arrived,
+                             const char* own, std::size_t n) const = 0;
+
+ protected:
+  ~HostArithmetic() = default;
+  virtual void reduce_all(char* const* to, int stores, const char* const* from, int count,
+                          std::size_t n) const = 0;
+};
 
 template <class T, class O>
-bool run_reduction(HostBlock& block, const View& view, const Job& job) {
-  const auto scale = scale_of(static_cast<const ScaleOf<T>*>(nullptr), job.call, view.world());
-  const auto* in = static_cast<const T*>(job.in);
-  auto* out = static_cast<T*>(job.out);
-  const std::size_t count = job.call.count;
-  auto* const* peers = reinterpret_cast<T* const*>(job.peers);
-  if (job.call.kind == Kind::reduce_scatter) {
-    if (job.call.algorithm == Algorithm::one_shot)
-      return reduce_scatter_one_shot<T, O>(block, view, job.epoch, out, count, scale);
-    if (job.direct) return reduce_scatter<T, O>(block, view, peers, out, count, scale);
-    return reduce_scatter_staged<T, O>(block, view, in, out, count, scale);
+class HostArithmeticOf final : public HostArithmetic {
+ public:
+  explicit HostArithmeticOf(const TypedArithmetic<T, O>& typed) : typed_(typed) {}
+
+  std::size_t item_bytes() const override { return typed_.item_bytes(); }
+  std::size_t partial_bytes() const override { return typed_.partial_bytes(); }
+  void open_partial(HostBlock& block, char* partial, const char* own,
+                    std::size_t n) const override {
+    typed_.open_partial(block, partial, own, n);
   }
-  switch (job.call.algorithm) {
-    case Algorithm::one_shot:
-      return one_shot<T, O>(block, view, job.epoch, out, count, scale);
-    case Algorithm::two_shot:
-      if (job.direct) return two_shot<T, O>(block, view, peers, count, scale);
-      return two_shot_staged<T, O>(block, view, in, out, count, scale, job.far);
-    case Algorithm::ring:
-      break;
+  void add_partial(HostBlock& block, char* partial, const char* arrived, const char* own,
+                   std::size_t n) const override {
+    typed_.add_partial(block, partial, arrived, own, n);
   }
-  return ring<T, O>(block, view, in, out, count, scale);
-}
+  void close_partial(HostBlock& block, char* kept, char* sent, const char* arrived, const char* own,
+                     std::size_t n) const override {
+    typed_.close_partial(block, kept, sent, arrived, own, n);
+  }
+
+ private:
+  void reduce_all(char* const* to, int stores, const char* const* from, int count,
+                  std::size_t n) const override {
+    reduce_serial<T, O>(reinterpret_cast<T* const*>(to), stores,
+                        reinterpret_cast<const T* const*>(from), count, n, typed_.scale());
+  }
+
+  TypedArithmetic<T, O> typed_;
+};
 
 template <class T>
-bool run_op(HostBlock& block, const View& view, const Job& job) {
+bool run_typed(HostBlock& block, const View& view, const Job& job) {
+  const auto run = [&](auto op) {
+    const auto typed = arithmetic_of<T, decltype(op)>(job.call, view.world());
+    const HostArithmeticOf<T, decltype(op)> arithmetic(typed);
+    return run_reduction<HostBlock, HostArithmetic>(block, view, job, arithmetic);
+  };
   switch (job.call.op) {
     case Op::min:
-      return run_reduction<T, Min>(block, view, job);
+      return run(Min());
     case Op::max:
-      return run_reduction<T, Max>(block, view, job);
+      return run(Max());
     case Op::sum:
     case Op::mean:
       break;
   }
-  return run_reduction<T, Sum>(block, view, job);
-}
-
-bool run_dtype(HostBlock& block, const View& view, const Job& job) {
-  switch (job.call.dtype) {
-    case DType::float32:
-      return run_op<float>(block, view, job);
-    case DType::float64:
-      return run_op<double>(block, view, job);
-    case DType::float16:
-      return run_op<Half>(block, view, job);
-    case DType::bfloat16:
-      return run_op<BFloat16>(block, view, job);
-    case DType::int32:
-      return run_op<std::int32_t>(block, view, job);
-    case DType::int64:
-      return run_op<std::int64_t>(block, view, job);
-    case DType::uint8:
-      break;
-  }
-  return run_op<std::uint8_t>(block, view, job);
+  return run(Sum());
 }
 
 bool run(HostBlock& block, const View& view, const Job& job) {
-  const std::size_t bytes = job.call.count * item_bytes(job.call.dtype);
-  const bool one_shot = job.call.algorithm == Algorithm::one_shot;
-  const auto* in = static_cast<const char*>(job.in);
-  auto* out = static_cast<char*>(job.out);
-  const auto* peers = reinterpret_cast<const char* const*>(job.peers);
-  switch (job.call.kind) {
-    case Kind::all_reduce:
-    case Kind::reduce_scatter:
-      return run_dtype(block, view, job);
-    case Kind::all_gather:
-      if (one_shot) return all_gather_one_shot(block, view, job.epoch, out, bytes);
-      if (job.direct) return all_gather(block, view, peers, out, bytes);
-      return all_gather_staged(block, view, in, out, bytes);
-    case Kind::broadcast:
-      if (one_shot) return broadcast_one_shot(block, view, job.epoch, job.call.root, out, bytes);
-      if (job.direct) return broadcast(block, view, peers[job.call.root], out, bytes);
-      return broadcast_staged(block, view, job.call.root, out, bytes);
-    case Kind::barrier:
+  if (job.call.kind != Kind::all_reduce && job.call.kind != Kind::reduce_scatter)
+    return run_transfer(block, view, job);
+  switch (job.call.dtype) {
+    case DType::float32:
+      return run_typed<float>(block, view, job);
+    case DType::float64:
+      return run_typed<double>(block, view, job);
+    case DType::float16:
+      return run_typed<Half>(block, view, job);
+    case DType::bfloat16:
+      return run_typed<BFloat16>(block, view, job);
+    case DType::int32:
+      return run_typed<std::int32_t>(block, view, job);
+    case DType::int64:
+      return run_typed<std::int64_t>(block, view, job);
+    case DType::uint8:
       break;
   }
-  return true;
+  return run_typed<std::uint8_t>(block, view, job);
 }
 
 // Calls visit(From{}, To{}) with the element types; only floating types differ from each other.

@@ -192,7 +192,8 @@ inline namespace FR_ISA {
 // Two parities suffice: a rank announces epoch e + 2 only after it has seen every peer's
 // e + 1, and a peer announces e + 1 only after it has read e.
 template <class Block>
-bool enter(Block& block, const View& view, std::uint32_t epoch, const Call& mine, Call* calls) {
+FR_BLOCK bool enter(Block& block, const View& view, std::uint32_t epoch, const Call& mine,
+                    Call* calls) {
   const int world = view.world();
   for (int p = block.thread(); p < world; p += block.threads()) {
     if (p == view.rank) continue;
@@ -215,7 +216,7 @@ bool enter(Block& block, const View& view, std::uint32_t epoch, const Call& mine
 
 // Tells every peer that this block has completed one more step.
 template <class Block>
-void advance(Block& block, const View& view) {
+FR_BLOCK void advance(Block& block, const View& view) {
   block.all(true);
   const std::uint32_t done = block.progress().steps + 1;
   for (int p = block.thread(); p < view.world(); p += block.threads())
@@ -226,7 +227,7 @@ void advance(Block& block, const View& view) {
 
 // Waits until the same block of every peer has completed all but `lag` of our own steps.
 template <class Block>
-bool await(Block& block, const View& view, std::uint32_t lag, Phase phase) {
+FR_BLOCK bool await(Block& block, const View& view, std::uint32_t lag, Phase phase) {
   block.all(true);
   const std::uint32_t target = block.progress().steps - lag;
   bool seen = true;
@@ -236,7 +237,7 @@ bool await(Block& block, const View& view, std::uint32_t lag, Phase phase) {
 }
 
 template <class Block>
-bool barrier(Block& block, const View& view, Phase phase) {
+FR_BLOCK bool barrier(Block& block, const View& view, Phase phase) {
   advance(block, view);
   return await(block, view, 0, phase);
 }

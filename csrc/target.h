@@ -1,18 +1,29 @@
 // What a protocol needs from the machine it is compiled for: acquire / release access to a
-// flag word that another rank writes, modular comparison of counters, and the macro that
-// marks a function every target compiles.
+// flag word that another rank writes, modular comparison of counters, and the macros that
+// mark a function for its targets.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+// FR_FN marks a small function that every target compiles, FR_BLOCK a template over a Block.
+// FR_UNROLL unrolls the next loop: on a GPU, an array stays in registers only if all its indices
+// are known. FR_INDEPENDENT says that the iterations of the next loop may run in any order or at
+// once: the pointers in it are either equal or disjoint, never shifted against each other.
+#if defined(__CUDACC__)
+#define FR_FN __host__ __device__ __forceinline__
+#define FR_BLOCK __device__
+#define FR_UNROLL _Pragma("unroll")
+#define FR_INDEPENDENT
+#elif defined(__clang__)
 #define FR_FN inline __attribute__((always_inline))
-
-// The iterations of the next loop may run in any order or at once: the pointers in it are
-// either equal or disjoint, never shifted against each other.
-#if defined(__clang__)
+#define FR_BLOCK
+#define FR_UNROLL _Pragma("unroll")
 #define FR_INDEPENDENT _Pragma("clang loop vectorize(assume_safety) interleave(enable)")
 #else
+#define FR_FN inline __attribute__((always_inline))
+#define FR_BLOCK
+#define FR_UNROLL _Pragma("GCC unroll 16")
 #define FR_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
@@ -32,18 +43,34 @@ constexpr int kMaxBlocks = 16;
 // take each other's line away.
 constexpr std::size_t kLineBytes = 128;
 
+// On a GPU, the scope of an access to a flag is the whole system: its peers are other devices.
 FR_FN std::uint32_t load_acquire(const std::uint32_t* word) {
+#if defined(__CUDA_ARCH__)
+  std::uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+#else
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+#endif
 }
 
 FR_FN void store_release(std::uint32_t* word, std::uint32_t value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+#else
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
+#endif
 }
 
 // A release store that is also ordered before every later load of this thread. A writer
 // needs that order between its flag and its look at whether the reader sleeps.
 FR_FN void store_ordered(std::uint32_t* word, std::uint32_t value) {
+#if defined(__CUDA_ARCH__)
+  store_release(word, value);
+  asm volatile("fence.sc.sys;" ::: "memory");
+#else
   __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST);
+#endif
 }
 
 // Counters only grow and wrap at 2^32; two that are compared are less than 2^31 apart.

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,7 +141,14 @@ class Ranks:
 
 
 def shared_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """What lies in /dev/shm, but for what other processes that still live have made there (torch
+    names each file after its maker)."""
+
+    def foreign(name: str) -> bool:
+        made = re.match(r"torch_(\d+)_", name)
+        return made is not None and int(made[1]) != os.getpid() and Path("/proc", made[1]).exists()
+
+    return {name for name in os.listdir("/dev/shm") if not foreign(name)}
 
 
 @pytest.fixture

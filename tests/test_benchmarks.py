@@ -16,7 +16,7 @@ def run(*arguments: object) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

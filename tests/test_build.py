@@ -20,7 +20,7 @@ def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]
         [str(word) for word in command],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
         **options,  # type: ignore[call-overload]
     )

@@ -22,7 +22,7 @@ def program(tmp_path_factory) -> Path:
 
 def run(program: Path, sabotage: str) -> subprocess.CompletedProcess[str]:
     command = [program, sabotage]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_nobody_is_deceived(program):

@@ -39,7 +39,7 @@ def output(folder):
         [*COMMAND, str(EPOCHS)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "TMPDIR": str(folder)},
         check=False,
     )
@@ -124,7 +124,7 @@ def test_interrupt_ends_all_processes(tmp_path):
         next(line for line in process.stdout if line.startswith(demo.GLOO))  # the ranks run
         process.send_signal(signal.SIGINT)
         # Returns once no process holds the pipes any more.
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130
@@ -153,7 +153,7 @@ def test_example():
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Lines
+from conftest import Lines, shared_files
 
 import fastreduce
 from fastreduce import memory
@@ -105,11 +105,11 @@ def test_one_rank_stages(ranks):
 
 def without_shm():
     """Segments are anonymous: nothing of a communicator has a name in /dev/shm."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     comm = fastreduce.Communicator(timeout=TIMEOUT)
     tensor = comm.empty(COUNT).fill_(1)
     comm.all_reduce(tensor, "sum")
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_files() <= before
     return tensor[0].item()
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for path in (ROOT / "csrc").glob("*.cpp") if path.stem != "bindings")
 KERNELS = ROOT / "csrc" / "host_kernels.cpp"
 TESTS = ROOT / "tests" / "cpp"
-TIMEOUT = 240
+TIMEOUT = 560
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

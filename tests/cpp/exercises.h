@@ -261,27 +261,28 @@ class Reduction : public Collective<T> {
     const Plan& plan = plans_[call];
     const std::size_t count = plan.count;
     const auto scale = scale_of<T>(plan.factors);
-    const T* in = this->in(view.rank, call);
-    T* out = this->out(view.rank, call);
-    T* all[kMaxRanks];
+    const TypedArithmetic<T, Op> arithmetic(scale);
+    const auto* in = reinterpret_cast<const char*>(this->in(view.rank, call));
+    auto* out = reinterpret_cast<char*>(this->out(view.rank, call));
+    void* all[kMaxRanks];
     for (int p = 0; p < view.world(); ++p) all[p] = this->in(p, call);
     switch (plan.form) {
       case Form::one_shot:
-        return one_shot<T, Op>(block, view, epoch, out, count, scale);
+        return one_shot(block, view, arithmetic, epoch, out, count);
       case Form::two_shot:
-        return two_shot<T, Op>(block, view, all, count, scale);
+        return two_shot(block, view, arithmetic, all, count);
       case Form::two_shot_staged:
-        return two_shot_staged<T, Op>(block, view, in, out, count, scale, false);
+        return two_shot_staged(block, view, arithmetic, in, out, count, false);
       case Form::two_shot_staged_far:
-        return two_shot_staged<T, Op>(block, view, in, out, count, scale, true);
+        return two_shot_staged(block, view, arithmetic, in, out, count, true);
       case Form::ring:
-        return ring<T, Op>(block, view, in, out, count, scale);
+        return ring(block, view, arithmetic, in, out, count);
       case Form::reduce_scatter_one_shot:
-        return reduce_scatter_one_shot<T, Op>(block, view, epoch, out, count, scale);
+        return reduce_scatter_one_shot(block, view, arithmetic, epoch, out, count);
       case Form::reduce_scatter:
-        return reduce_scatter<T, Op>(block, view, all, out, count, scale);
+        return reduce_scatter(block, view, arithmetic, all, out, count);
       default:
-        return reduce_scatter_staged<T, Op>(block, view, in, out, count, scale);
+        return reduce_scatter_staged(block, view, arithmetic, in, out, count);
     }
   }
 
@@ -345,19 +346,20 @@ class Transfer : public Collective<char> {
     const Plan& plan = plans_[call];
     const std::size_t count = plan.count;
     char* out = this->out(view.rank, call);
-    const char* all[kMaxRanks];
+    void* all[kMaxRanks];
     for (int p = 0; p < view.world(); ++p) all[p] = in(p, call);
+    const char* own = in(view.rank, call);
     switch (plan.form) {
       case Form::all_gather_one_shot:
         return all_gather_one_shot(block, view, epoch, out, count);
       case Form::all_gather:
         return all_gather(block, view, all, out, count);
       case Form::all_gather_staged:
-        return all_gather_staged(block, view, all[view.rank], out, count);
+        return all_gather_staged(block, view, own, out, count);
       case Form::broadcast_one_shot:
         return broadcast_one_shot(block, view, epoch, plan.root, out, count);
       case Form::broadcast:
-        return broadcast(block, view, all[plan.root], out, count);
+        return broadcast(block, view, in(plan.root, call), out, count);
       default:
         return broadcast_staged(block, view, plan.root, out, count);
     }

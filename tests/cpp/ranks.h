@@ -174,9 +174,12 @@ class Gate {
   bool result_ = true;
 };
 
-// A block as a GPU has it: several threads, each with the host's way to signal and to wait.
+// A block of one thread as the host has it, or one as a GPU has it: several threads, which walk
+// memory pack by pack. Either way with the host's way to signal and to wait.
 class GroupBlock {
  public:
+  static constexpr bool kPacks = true;
+
   GroupBlock(const Watch& watch, Progress& progress, int index, int count, int thread, int threads,
              Gate& gate)
       : host_(watch, progress, index, count), thread_(thread), threads_(threads), gate_(gate) {}
@@ -185,6 +188,7 @@ class GroupBlock {
   int count() const { return host_.count(); }
   int thread() const { return thread_; }
   int threads() const { return threads_; }
+  bool packs() const { return threads_ > 1; }
   bool all(bool value) { return threads_ == 1 ? value : gate_.all(value); }
   Progress& progress() const { return host_.progress(); }
   void signal(Flag& flag, std::uint32_t value) { host_.signal(flag, value); }
@@ -204,6 +208,8 @@ class GroupBlock {
 template <class Block>
 class SabotagedBlock {
  public:
+  static constexpr bool kPacks = Block::kPacks;
+
   SabotagedBlock(Block block, const View& view, const Sabotage& sabotage, Stalls& stalls,
                  Outcome& outcome)
       : block_(block), view_(view), sabotage_(sabotage), stalls_(stalls), outcome_(outcome) {}
@@ -212,6 +218,7 @@ class SabotagedBlock {
   int count() const { return block_.count(); }
   int thread() const { return block_.thread(); }
   int threads() const { return block_.threads(); }
+  bool packs() const { return block_.packs(); }
   bool all(bool value) {
     return sabotage_.action == Action::no_block_barrier ? value : block_.all(value);
   }

@@ -190,16 +190,19 @@ T value_at(std::size_t i, int input, int count) {
 }
 
 // A thread of a block that meets nobody.
-struct Share {
+struct Loner {
+  static constexpr bool kPacks = true;
   int thread() const { return thread_; }
   int threads() const { return threads_; }
+  bool packs() const { return packs_; }
   int thread_;
   int threads_;
+  bool packs_;
 };
 
 template <class T, class Op>
 void check_reduce(const char* name) {
-  constexpr std::size_t kCount = 2 * kTile + 77;
+  constexpr std::size_t kCount = 2 * kTile + 78;
   for (const int count : {1, 2, 3, 4, 5, 7, 8, 13, 64}) {
     std::vector<std::vector<T>> inputs(count);
     for (std::size_t i = 0; i < kCount; ++i)
@@ -231,14 +234,21 @@ void check_reduce(const char* name) {
       };
 
       for (const int stores : {1, count}) {
-        for (const int threads : {1, 3}) {
-          clear(stores);
-          for (int t = 0; t < threads; ++t) {
-            Share share{t, threads};
-            reduce<T, Op>(share, to, stores, from, count, kCount, scale);
+        for (const bool packs : {false, true})
+          for (const int threads : {1, 3}) {
+            clear(stores);
+            // The second part begins off a pack.
+            for (const Range part : {Range{0, kCount / 2}, Range{kCount / 2, kCount}})
+              for (int t = 0; t < threads; ++t) {
+                Loner loner{t, threads, packs};
+                TypedArithmetic<T, Op>(scale).reduce(
+                    loner, [&](int k) { return reinterpret_cast<char*>(to[k] + part.begin); },
+                    stores,
+                    [&](int k) { return reinterpret_cast<const char*>(from[k] + part.begin); },
+                    count, part.size());
+              }
+            compare(packs ? "reduce by packs" : "reduce");
           }
-          compare("reduce");
-        }
         clear(stores);
         reduce_tiled<T, Op>(to, stores, from, count, kCount, scale);
         compare("reduce_tiled");
