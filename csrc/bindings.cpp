@@ -18,6 +18,26 @@ bool check_signals() {
   return PyErr_CheckSignals() != 0;
 }
 
+// What `work` returns, run without the interpreter's lock. What a signal handler raised meanwhile
+// comes first.
+template <class F>
+auto uninterrupted(F work) {
+  const auto raise = [] {
+    if (PyErr_Occurred()) throw py::error_already_set();
+  };
+  try {
+    const auto result = [&] {
+      py::gil_scoped_release release;
+      return work();
+    }();
+    raise();
+    return result;
+  } catch (...) {
+    raise();
+    throw;
+  }
+}
+
 // Memory of one rank that its peers can map. Buffer protocol: a tensor made from it keeps it.
 class Allocation {
  public:
@@ -48,17 +68,19 @@ class Allocation {
   int id_ = -1;
 };
 
-// What stays the same in calls alike: kind, dtype, op and algorithm, a byte each.
-std::uint32_t plan(int kind, int dtype, int op, int algorithm) {
-  return static_cast<std::uint32_t>(kind | dtype << 8 | op << 16 | algorithm << 24);
+// What stays the same in calls alike: kind, dtype, op and algorithm, a byte each, and the shape.
+std::uint64_t plan(int kind, int dtype, int op, int algorithm, std::uint32_t shape) {
+  const auto codes = static_cast<std::uint32_t>(kind | dtype << 8 | op << 16 | algorithm << 24);
+  return static_cast<std::uint64_t>(shape) << 32 | codes;
 }
 
-Call make_call(std::uint32_t plan, std::uint64_t count, int root, double scale, int segment) {
+Call make_call(std::uint64_t plan, std::uint64_t count, int root, double scale, int segment) {
   Call call;
   call.kind = static_cast<Kind>(plan & 0xff);
   call.dtype = static_cast<DType>(plan >> 8 & 0xff);
   call.op = static_cast<Op>(plan >> 16 & 0xff);
-  call.algorithm = static_cast<Algorithm>(plan >> 24);
+  call.algorithm = static_cast<Algorithm>(plan >> 24 & 0xff);
+  call.shape = static_cast<std::uint32_t>(plan >> 32);
   call.root = root;
   call.count = count;
   call.scale = scale;
@@ -144,56 +166,53 @@ PYBIND11_MODULE(_C, m) {
       .def_buffer([](const Allocation& allocation) { return allocation.info(); });
 
   py::class_<HostCommunicator, std::shared_ptr<HostCommunicator>>(m, "HostCommunicator")
-      .def(
-          py::init(
-              [](const Listener& listener, int rank, const std::vector<std::string>& addresses,
-                 const std::string& token, Clock::duration timeout, Clock::duration connect_timeout,
-                 int blocks, std::size_t slot_bytes, std::size_t stage_bytes,
-                 std::size_t block_bytes, std::pair<std::int64_t, std::int64_t> foreground_ns,
-                 std::pair<std::int64_t, std::int64_t> background_ns, std::uint32_t first_epoch) {
-                const auto patience = [](std::pair<std::int64_t, std::int64_t> ns) {
-                  return Patience{std::chrono::nanoseconds(ns.first),
-                                  std::chrono::nanoseconds(ns.second)};
-                };
-                Options options;
-                options.timeout = timeout;
-                options.connect_timeout = connect_timeout;
-                options.blocks = blocks;
-                options.slot_bytes = slot_bytes;
-                options.stage_bytes = stage_bytes;
-                options.block_bytes = block_bytes;
-                options.foreground = patience(foreground_ns);
-                options.background = patience(background_ns);
-                options.first_epoch = first_epoch;
-                py::gil_scoped_release release;
-                // A forked child has none of the threads: it leaves its copy alone.
-                return std::shared_ptr<HostCommunicator>(
-                    new HostCommunicator(listener, rank, addresses, token, options),
-                    [](HostCommunicator* communicator) {
-                      if (!communicator->forked()) delete communicator;
-                    });
-              }),
-          py::arg("listener"), py::arg("rank"), py::arg("addresses"), py::arg("token"),
-          py::kw_only(), py::arg("timeout"), py::arg("connect_timeout"), py::arg("blocks"),
-          py::arg("slot_bytes"), py::arg("stage_bytes"), py::arg("block_bytes"),
-          py::arg("foreground_ns"), py::arg("background_ns"), py::arg("first_epoch"))
+      .def(py::init(
+               [](const Listener& listener, int rank, const std::vector<std::string>& addresses,
+                  const std::vector<int>& processes, const std::string& token,
+                  Clock::duration timeout, Clock::duration connect_timeout, int blocks,
+                  std::size_t slot_bytes, std::size_t stage_bytes, std::size_t block_bytes,
+                  std::pair<std::int64_t, std::int64_t> foreground_ns,
+                  std::pair<std::int64_t, std::int64_t> background_ns, std::uint32_t first_epoch) {
+                 const auto patience = [](std::pair<std::int64_t, std::int64_t> ns) {
+                   return Patience{std::chrono::nanoseconds(ns.first),
+                                   std::chrono::nanoseconds(ns.second)};
+                 };
+                 Options options;
+                 options.timeout = timeout;
+                 options.connect_timeout = connect_timeout;
+                 options.blocks = blocks;
+                 options.slot_bytes = slot_bytes;
+                 options.stage_bytes = stage_bytes;
+                 options.block_bytes = block_bytes;
+                 options.foreground = patience(foreground_ns);
+                 options.background = patience(background_ns);
+                 options.first_epoch = first_epoch;
+                 // A forked child has none of the threads: it leaves its copy alone.
+                 return uninterrupted([&] {
+                   return std::shared_ptr<HostCommunicator>(
+                       new HostCommunicator(listener, rank, addresses, processes, token, options,
+                                            check_signals),
+                       [](HostCommunicator* communicator) {
+                         if (!communicator->forked()) delete communicator;
+                       });
+                 });
+               }),
+           py::arg("listener"), py::arg("rank"), py::arg("addresses"), py::arg("processes"),
+           py::arg("token"), py::kw_only(), py::arg("timeout"), py::arg("connect_timeout"),
+           py::arg("blocks"), py::arg("slot_bytes"), py::arg("stage_bytes"), py::arg("block_bytes"),
+           py::arg("foreground_ns"), py::arg("background_ns"), py::arg("first_epoch"))
       .def("run",
-           [](HostCommunicator& self, std::uint32_t plan, Address in, Address out,
+           [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, int segment) {
              const Call call = make_call(plan, count, root, scale, segment);
-             try {
-               py::gil_scoped_release release;
+             uninterrupted([&] {
                self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
                         check_signals);
-             } catch (...) {
-               // What a signal handler raised comes first.
-               if (PyErr_Occurred()) throw py::error_already_set();
-               throw;
-             }
-             if (PyErr_Occurred()) throw py::error_already_set();
+               return true;
+             });
            })
       .def("submit",
-           [](HostCommunicator& self, std::uint32_t plan, Address in, Address out,
+           [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, int segment, std::int64_t notify) {
              const Call call = make_call(plan, count, root, scale, segment);
              py::gil_scoped_release release;
@@ -214,12 +233,9 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "close",
           [](HostCommunicator& self, bool drain) {
-            {
-              py::gil_scoped_release release;
-              self.close(drain, check_signals);
-            }
-            if (PyErr_Occurred()) throw py::error_already_set();
+            return uninterrupted([&] { return self.close(drain, check_signals); });
           },
           py::arg("drain"))
+      .def("refuse_child", &HostCommunicator::refuse_child)
       .def_property_readonly("forked", &HostCommunicator::forked);
 }

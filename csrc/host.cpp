@@ -89,7 +89,7 @@ bool HostBlock::wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase pha
   for (;;) {
     // Either the writer sees `sleeping`, or this thread sees the writer's value.
     store_ordered(&flag.sleeping, 1);
-    const std::uint32_t seen = load_acquire(&flag.value);
+    const std::uint32_t seen = load_ordered(&flag.value);
     if (!reached(seen, value)) sleep_on(&flag.value, seen, kLook);
     store_release(&flag.sleeping, 0);
     if (arrived()) return true;
@@ -145,7 +145,10 @@ HostBlock::Reason HostBlock::hopeless(int peer, Phase phase) const {
                   watch_.epoch));
     if (!missed) continue;
     if (state == State::closed) return {Failure::closed, p};
-    if (watch_.peers != nullptr && watch_.peers->lost(p)) return {Failure::lost, p};
+    if (watch_.peers == nullptr || !watch_.peers->lost(p)) continue;
+    // Whoever closes says so before it hangs up.
+    const auto last = static_cast<State>(load_acquire(&view.state(view.rank, p).value));
+    return {last == State::open ? Failure::lost : Failure::closed, p};
   }
   return {Failure::none, peer};
 }

@@ -48,7 +48,7 @@ class HostBlock {
 
   FR_FN void signal(Flag& flag, std::uint32_t value) const {
     store_ordered(&flag.value, value);
-    if (__builtin_expect(load_acquire(&flag.sleeping) != 0, 0)) wake(flag);
+    if (__builtin_expect(load_ordered(&flag.sleeping) != 0, 0)) wake(flag);
   }
   FR_FN bool wait(Flag& flag, std::uint32_t value, int peer, Phase phase) {
     return reached(load_acquire(&flag.value), value) || wait_slowly(flag, value, peer, phase);

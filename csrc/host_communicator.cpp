@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -69,7 +70,8 @@ void Work::finish(std::exception_ptr error) {
 
 HostCommunicator::HostCommunicator(const Listener& listener, int rank,
                                    const std::vector<std::string>& addresses,
-                                   const std::string& token, const Options& options)
+                                   const std::vector<int>& processes, const std::string& token,
+                                   const Options& options, const std::function<bool()>& interrupted)
     : options_(options), born_(generation), epoch_(options.first_epoch) {
   const int world = static_cast<int>(addresses.size());
   if (world < 1 || world > kMaxRanks)
@@ -106,8 +108,27 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
     }
   }
 
-  peers_ = Peers(listener, rank, addresses, token, deadline);
-  const Descriptor process = open_own_process();
+  peers_ = Peers(listener, rank, addresses, processes, token, deadline, interrupted);
+  try {
+    meet_peers(own, deadline);
+  } catch (const PeerLeft& left) {
+    throw std::runtime_error("rank " + std::to_string(left.peer) + " left while the group formed");
+  }
+  help_failures_.resize(options.blocks);
+  try {
+    for (int b = 1; b < options.blocks; ++b) helpers_.emplace_back([this, b] { help(b); });
+  } catch (...) {
+    dismiss_helpers();
+    throw;
+  }
+}
+
+// Everybody sends a handle on its process and its control segment, and maps the others'.
+void HostCommunicator::meet_peers(const Descriptor& own, Clock::time_point deadline) {
+  const int world = view_.world();
+  const int rank = view_.rank;
+  const std::size_t bytes = view_.layout.bytes();
+  const Descriptor process = open_process(::getpid());
   for (int p = 0; p < world; ++p) {
     if (p == rank) continue;
     peers_.send(p, {Message::Type::control, -1, bytes}, own.get(), deadline);
@@ -126,13 +147,6 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
     Descriptor handle;
     peers_.receive(p, &handle, deadline);
     peers_.watch(p, std::move(handle));
-  }
-  help_failures_.resize(options.blocks);
-  try {
-    for (int b = 1; b < options.blocks; ++b) helpers_.emplace_back([this, b] { help(b); });
-  } catch (...) {
-    dismiss_helpers();
-    throw;
   }
 }
 
@@ -159,6 +173,8 @@ void HostCommunicator::refuse_child() const {
 
 void HostCommunicator::check_usable() const {
   if (broken_) throw CallFailed{why_, view_.rank};
+  if (caller_ == std::this_thread::get_id())
+    throw std::runtime_error("called by a signal handler within a call of this communicator");
   if (closing_) throw std::runtime_error("the communicator is closed");
 }
 
@@ -177,6 +193,13 @@ Watch HostCommunicator::make_watch(const Patience& patience,
 void HostCommunicator::run(const Call& call, const void* in, void* out,
                            const std::function<bool()>& interrupted) {
   refuse_child();
+  // The last thing that happens here, if a signal handler closed the communicator meanwhile.
+  struct Close {
+    HostCommunicator& of;
+    ~Close() {
+      if (of.close_asked_) of.close(false, nullptr);
+    }
+  } close_at_last{*this};
   std::unique_lock<std::mutex> lock(mutex_);
   check_usable();
   if (busy_ || !queue_.empty()) {
@@ -190,12 +213,14 @@ void HostCommunicator::run(const Call& call, const void* in, void* out,
     return;
   }
   busy_ = true;
+  caller_ = std::this_thread::get_id();
   lock.unlock();
   struct Idle {
     HostCommunicator& of;
     ~Idle() {
       std::lock_guard<std::mutex> guard(of.mutex_);
       of.busy_ = false;
+      of.caller_ = std::thread::id();
       if (!of.queue_.empty() || of.closing_) of.changed_.notify_all();
     }
   } idle{*this};
@@ -274,7 +299,7 @@ void HostCommunicator::announce(FailureRecord& record) {
   // wait, for this rank has failed; a stopped process is not waited for long.
   const auto deadline = Clock::now() + std::min<Clock::duration>(options_.timeout, kStopWait);
   for (int p = 0; p < view_.world(); ++p) {
-    if (p == view_.rank || load_acquire(&view_.claim(view_.rank, p).value) != epoch_) continue;
+    if (p == view_.rank || load_ordered(&view_.claim(view_.rank, p).value) != epoch_) continue;
     record.written = true;
     while (may_write(p) && Clock::now() < deadline)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -330,10 +355,11 @@ Difference compare(const Call& a, const Call& b) {
       {Field::kind, number(a.kind), number(b.kind)},
       {Field::dtype, number(a.dtype), number(b.dtype)},
       {Field::op, number(a.op), number(b.op)},
-      {Field::algorithm, number(a.algorithm), number(b.algorithm)},
       {Field::root, number(a.root), number(b.root)},
       {Field::count, a.count, b.count},
+      {Field::shape, a.shape, b.shape},
       {Field::scale, bits(a.scale), bits(b.scale)},
+      {Field::algorithm, number(a.algorithm), number(b.algorithm)},
   };
   for (const auto& row : rows)
     if (row.a != row.b) return {row.field, row.a, row.b};
@@ -604,14 +630,19 @@ bool HostCommunicator::is_allocation(const void* base) const {
   return allocations_.count(static_cast<const char*>(base)) != 0;
 }
 
-void HostCommunicator::close(bool drain, const std::function<bool()>& interrupted) {
-  if (forked()) return;
+bool HostCommunicator::close(bool drain, const std::function<bool()>& interrupted) {
+  if (forked()) return true;
   {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (caller_ == std::this_thread::get_id()) {
+      stop_ = Failure::closed;
+      close_asked_ = true;
+      return false;
+    }
     if (!drain) stop_ = Failure::closed;
     if (closing_) {
       changed_.wait(lock, [this] { return closed_; });
-      return;
+      return true;
     }
     closing_ = true;
     changed_.notify_all();
@@ -635,6 +666,7 @@ void HostCommunicator::close(bool drain, const std::function<bool()>& interrupte
   closed_ = true;
   changed_.notify_all();
   completion_.notify_all();
+  return true;
 }
 
 }  // namespace fastreduce

@@ -62,8 +62,10 @@ struct Options {
 
 class HostCommunicator {
  public:
+  // `addresses` and `processes` are all ranks'; see Peers.
   HostCommunicator(const Listener& listener, int rank, const std::vector<std::string>& addresses,
-                   const std::string& token, const Options& options);
+                   const std::vector<int>& processes, const std::string& token,
+                   const Options& options, const std::function<bool()>& interrupted);
   ~HostCommunicator();
 
   // Runs a call on this thread, after all that are queued. `interrupted` is asked now and
@@ -86,8 +88,11 @@ class HostCommunicator {
   bool is_allocation(const void* base) const;
 
   // Finishes what is queued (or, without `drain` or when interrupted, gives it up), tells the
-  // peers, frees all. A second caller waits for the first.
-  void close(bool drain, const std::function<bool()>& interrupted);
+  // peers, frees all. A second caller waits for the first. A signal handler within run() cannot
+  // wait for the call that it interrupts: false, that call gives up and then closes.
+  bool close(bool drain, const std::function<bool()>& interrupted);
+  // Throws in a forked child: a lock may have been held by a thread that is not there any more.
+  void refuse_child() const;
   bool forked() const;
 
  private:
@@ -107,7 +112,7 @@ class HostCommunicator {
   void read_messages(int peer, std::uint32_t until);
   void tell_peers(const Message& message, int fd);
   void send_messages(int segment);
-  void refuse_child() const;
+  void meet_peers(const Descriptor& own, Clock::time_point deadline);
   void check_usable() const;
   void announce(FailureRecord& record);
   bool may_write(int peer) const;
@@ -144,6 +149,8 @@ class HostCommunicator {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool busy_ = false;
+  std::thread::id caller_;  // whose call it is, if not the communication thread's
+  std::atomic<bool> close_asked_{false};
   bool closing_ = false;
   bool closed_ = false;
   std::deque<std::shared_ptr<Work>> queue_;

@@ -146,7 +146,8 @@ Listener::Listener() : socket_(make_socket()) {
 }
 
 Peers::Peers(const Listener& listener, int rank, const std::vector<std::string>& addresses,
-             const std::string& token, Clock::time_point deadline)
+             const std::vector<int>& processes, const std::string& token,
+             Clock::time_point deadline, const std::function<bool()>& interrupted)
     : sockets_(addresses.size()), processes_(addresses.size()) {
   Hello hello{};
   if (token.size() != sizeof hello.token)
@@ -173,9 +174,11 @@ Peers::Peers(const Listener& listener, int rank, const std::vector<std::string>&
       fail("greeting rank " + std::to_string(p));
   }
 
-  for (int missing = static_cast<int>(addresses.size()) - rank - 1; missing > 0;) {
-    wait_ready(listener.fd(), POLLIN, deadline,
-               std::to_string(missing) + " ranks had not connected");
+  const int world = static_cast<int>(addresses.size());
+  for (int p = rank + 1; p < world; ++p)
+    if (processes[p] > 0) processes_[p] = open_process(processes[p]);
+  for (int missing = world - rank - 1; missing > 0;) {
+    await_connection(listener.fd(), missing, deadline, interrupted);
     Descriptor fd(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
     if (fd.get() < 0) fail("accept");
     Hello theirs{};
@@ -221,6 +224,32 @@ void Peers::send(int peer, const Message& message, int fd, Clock::time_point dea
   }
 }
 
+// Until somebody connects.
+void Peers::await_connection(int listener, int missing, Clock::time_point deadline,
+                             const std::function<bool()>& interrupted) const {
+  constexpr int kSlice = 100;  // ms
+  for (;;) {
+    std::vector<pollfd> entries{{listener, POLLIN, 0}};
+    std::vector<int> awaited{-1};
+    for (std::size_t p = 0; p < processes_.size(); ++p) {
+      if (processes_[p].get() < 0 || sockets_[p].get() >= 0) continue;
+      entries.push_back({processes_[p].get(), POLLIN, 0});
+      awaited.push_back(static_cast<int>(p));
+    }
+    const int ready = ::poll(entries.data(), entries.size(), kSlice);
+    if (ready < 0 && errno != EINTR) fail("poll");
+    if (ready > 0 && entries[0].revents != 0) return;
+    for (std::size_t i = 1; ready > 0 && i < entries.size(); ++i)
+      if (entries[i].revents != 0)
+        throw std::runtime_error("the process of rank " + std::to_string(awaited[i]) +
+                                 " has ended");
+    if (interrupted && interrupted()) throw std::runtime_error("interrupted");
+    if (Clock::now() >= deadline)
+      throw std::runtime_error("timed out while " + std::to_string(missing) +
+                               " ranks had not connected");
+  }
+}
+
 Message Peers::receive(int peer, Descriptor* fd, Clock::time_point deadline) const {
   Message message;
   iovec data{&message, sizeof message};
@@ -248,11 +277,9 @@ Message Peers::receive(int peer, Descriptor* fd, Clock::time_point deadline) con
 }
 
 bool Peers::lost(int peer) const {
-  const int process = processes_[peer].get();
-  pollfd entry{process >= 0 ? process : sockets_[peer].get(),
-               static_cast<short>(process >= 0 ? POLLIN : POLLRDHUP), 0};
-  if (entry.fd < 0 || ::poll(&entry, 1, 0) <= 0) return false;
-  return process >= 0 || (entry.revents & (POLLRDHUP | POLLHUP)) != 0;
+  pollfd entries[] = {{processes_[peer].get(), POLLIN, 0}, {sockets_[peer].get(), POLLRDHUP, 0}};
+  if (::poll(entries, 2, 0) <= 0) return false;
+  return entries[0].revents != 0 || (entries[1].revents & (POLLRDHUP | POLLHUP)) != 0;
 }
 
 void Peers::close() {
@@ -260,11 +287,11 @@ void Peers::close() {
   processes_.clear();
 }
 
-Descriptor open_own_process() {
+Descriptor open_process(int process) {
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434
 #endif
-  return Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  return Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, process, 0)));
 }
 
 }  // namespace fastreduce

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -78,24 +79,30 @@ class Listener {
 class Peers {
  public:
   Peers() = default;
-  // Connects to all lower ranks and accepts all higher ones.
+  // Connects to all lower ranks and accepts all higher ones. `processes` are the ranks' process
+  // numbers as this process sees them, or 0: the end of one that is awaited is an error.
   Peers(const Listener& listener, int rank, const std::vector<std::string>& addresses,
-        const std::string& token, Clock::time_point deadline);
+        const std::vector<int>& processes, const std::string& token, Clock::time_point deadline,
+        const std::function<bool()>& interrupted);
 
   void send(int peer, const Message& message, int fd, Clock::time_point deadline) const;
   Message receive(int peer, Descriptor* fd, Clock::time_point deadline) const;
 
   void watch(int peer, Descriptor process) { processes_[peer] = std::move(process); }
-  // Has the peer's process ended? By its pidfd; where the kernel has none, by its socket.
+  // Has the peer's process ended, or become another program? A pidfd tells the first, also where
+  // a child has inherited the socket; the socket tells the second.
   bool lost(int peer) const;
   void close();
 
  private:
+  void await_connection(int listener, int missing, Clock::time_point deadline,
+                        const std::function<bool()>& interrupted) const;
+
   std::vector<Descriptor> sockets_;
   std::vector<Descriptor> processes_;
 };
 
-// A handle on this process that peers can poll; -1 where the kernel has none.
-Descriptor open_own_process();
+// A handle on a process that can be polled for its end; -1 where the kernel has none.
+Descriptor open_process(int process);
 
 }  // namespace fastreduce

@@ -21,8 +21,8 @@ enum class Op : std::uint8_t { sum, mean, min, max };
 enum class Algorithm : std::uint8_t { one_shot, two_shot, ring };
 enum class Phase : std::uint8_t { enter, reduce, gather, exit };
 
-// What a rank says about a call before anyone touches memory. The first row must be the same
-// on all ranks; the rest tells where the tensor lies.
+// What a rank says about a call before anyone touches memory. What comes before `segment` must
+// be the same on all ranks; the rest tells where the tensor lies.
 struct Call {
   Kind kind = Kind::barrier;
   DType dtype = DType::float32;
@@ -31,6 +31,7 @@ struct Call {
   std::int32_t root = 0;
   std::uint64_t count = 0;  // elements of a rank's smaller tensor
   double scale = 1.0;
+  std::uint32_t shape = 0;  // a checksum of the tensor's shape
 
   std::int32_t segment = -1;   // the caller's segment that holds it, or none
   std::uint32_t messages = 0;  // control messages sent to peers before this call
@@ -76,7 +77,7 @@ enum class Failure : std::uint32_t {
 };
 
 // What ranks can disagree on, in the order in which they are compared.
-enum class Field : std::uint32_t { none, kind, dtype, op, algorithm, root, count, scale };
+enum class Field : std::uint32_t { none, kind, dtype, op, root, count, shape, scale, algorithm };
 
 // Why a rank gave up: while waiting for `peer` it expected a counter and saw another. For a
 // mismatch: the field, rank 0's value as expected, the first differing peer's as seen.
@@ -169,7 +170,7 @@ struct View {
 FR_FN int failed_peer(const View& view) {
   for (int p = 0; p < view.world(); ++p)
     if (p != view.rank &&
-        load_acquire(&view.state(view.rank, p).value) == static_cast<std::uint32_t>(State::failed))
+        load_ordered(&view.state(view.rank, p).value) == static_cast<std::uint32_t>(State::failed))
       return p;
   return -1;
 }

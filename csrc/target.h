@@ -62,14 +62,23 @@ FR_FN void store_release(std::uint32_t* word, std::uint32_t value) {
 #endif
 }
 
-// A release store that is also ordered before every later load of this thread. A writer
-// needs that order between its flag and its look at whether the reader sleeps.
+// Two ranks that each store their own word and then look at the other's: with these two, at least
+// one sees what the other has stored. store_ordered() also releases, load_ordered() acquires.
 FR_FN void store_ordered(std::uint32_t* word, std::uint32_t value) {
 #if defined(__CUDA_ARCH__)
   store_release(word, value);
   asm volatile("fence.sc.sys;" ::: "memory");
 #else
   __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST);
+#endif
+}
+
+FR_FN std::uint32_t load_ordered(const std::uint32_t* word) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("fence.sc.sys;" ::: "memory");
+  return load_acquire(word);
+#else
+  return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 #endif
 }
 

@@ -10,7 +10,7 @@ def instruction_set() -> str:
     """Name of the instruction set that the kernels use on this processor: ``baseline``,
     ``avx2`` or ``avx512``. The environment variable FASTREDUCE_ISA names a lower one."""
 
-def plan(kind: int, dtype: int, op: int, algorithm: int, /) -> int:
+def plan(kind: int, dtype: int, op: int, algorithm: int, shape: int, /) -> int:
     """What stays the same in calls alike, for ``run`` and ``submit``."""
 
 def pack(
@@ -50,6 +50,7 @@ class HostCommunicator:
         listener: Listener,
         rank: int,
         addresses: Sequence[bytes],
+        processes: Sequence[int],
         token: bytes,
         *,
         timeout: timedelta,
@@ -89,6 +90,7 @@ class HostCommunicator:
     def add_segment(self, fd: int, base: int, nbytes: int, /) -> int: ...
     def remove_segment(self, segment: int, /) -> None: ...
     def is_allocation(self, base: int, /) -> bool: ...
-    def close(self, drain: bool) -> None: ...
+    def close(self, drain: bool) -> bool: ...
+    def refuse_child(self) -> None: ...
     @property
     def forked(self) -> bool: ...

@@ -62,7 +62,7 @@ class BucketPlan:
                 raise TypeError(
                     f"{name}: expected one of {', '.join(errors.DTYPES)}, got {tensor.dtype}"
                 )
-            if not tensor.is_cpu or not tensor.is_contiguous():
+            if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
                 raise ValueError(f"{name}: expected contiguous tensors on the CPU")
         if flat.numel() != self.numel:
             raise ValueError(f"flat: expected {self.numel} elements, got {flat.numel()}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import secrets
 import threading
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ _DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTY
 _OPS = {name: number for number, name in enumerate(errors.OPS)}
 _ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 _ONE_SHOT, _TWO_SHOT, _RING = (_ALGORITHMS[name] for name in errors.ALGORITHMS)
-_BARRIER_PLAN = _C.plan(_BARRIER, _DTYPES[torch.uint8], _OPS["sum"], _ONE_SHOT)
+_BARRIER_PLAN = _C.plan(_BARRIER, _DTYPES[torch.uint8], _OPS["sum"], _ONE_SHOT, 0)
 
 # How long the ranks of a host may take to find each other once all have entered the constructor.
 _CONNECT_SECONDS = 20.0
@@ -78,6 +80,8 @@ class _Host:
 
     boot: str
     network: str
+    processes: str
+    process: int
     address: bytes
     cores: frozenset[int]
     threads: int | None
@@ -141,8 +145,8 @@ class Communicator:
         self._core, reason = self._share_memory(threads, _first_epoch)
         self.shared_memory = self._core is not None
         self._said: set[str] = set()
-        # For all_reduce, by dtype, number of elements, op and algorithm.
-        self._plans: dict[tuple[torch.dtype, int, str, str], tuple[int, bool]] = {}
+        # For all_reduce, by dtype, shape, op and algorithm.
+        self._plans: dict[tuple[torch.dtype, torch.Size, str, str], tuple[int, bool]] = {}
         # Calls of the communication thread, in order, and the tensors they work on.
         self._pending: deque[tuple[list[_C.Work], tuple[Tensor, ...]]] = deque()
         self._futures: dict[int, tuple[Future[Tensor], Tensor]] = {}
@@ -177,6 +181,8 @@ class Communicator:
         here = _Host(
             boot=_read("/proc/sys/kernel/random/boot_id"),
             network=os.readlink("/proc/self/ns/net"),
+            processes=os.readlink("/proc/self/ns/pid"),
+            process=os.getpid(),
             address=b"" if listener is None else listener.address,
             cores=frozenset(os.sched_getaffinity(0)),
             threads=threads,
@@ -209,6 +215,7 @@ class Communicator:
                 listener,
                 self.rank,
                 [host.address for host in hosts],
+                [host.process if host.processes == here.processes else 0 for host in hosts],
                 hosts[0].token,
                 timeout=self.timeout,
                 connect_timeout=min(self.timeout, timedelta(seconds=_CONNECT_SECONDS)),
@@ -223,8 +230,12 @@ class Communicator:
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             problem = f"rank {self.rank} could not share memory: {error}"
         problems = self._group.all_gather_object(problem)
-        # A rank that timed out waited for one that has the better reason.
-        first = min((p for p in problems if p), key=lambda p: "timed out" in p, default="")
+        # A rank that waited for another has a worse reason than the one that was waited for.
+        first = min(
+            (p for p in problems if p),
+            key=lambda p: "timed out" in p or "left while" in p,
+            default="",
+        )
         if not first:
             self.topology = topology
             return core, ""
@@ -266,11 +277,11 @@ class Communicator:
             self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
             return None
         count = tensor.numel()
-        key = (tensor.dtype, count, op, algorithm)
+        key = (tensor.dtype, tensor.shape, op, algorithm)
         plan, two_shot = self._plans.get(key) or self._plan(key)
         if scale != 1.0:
             _check_scale(scale, tensor)
-        segment = self._shared.segment_of(tensor, move=False) if two_shot else NOT_SHARED
+        segment = self._shared.segment_of(tensor) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
         if async_op:
             return self._submit((plan, at, at, count, 0, scale, segment), tensor)
@@ -278,36 +289,48 @@ class Communicator:
         return None
 
     def all_reduce_future(
-        self, tensor: Tensor, op: Op = "mean", *, scale: float = 1.0
+        self, tensor: Tensor, op: Op = "mean", *, scale: float = 1.0, move: bool = False
     ) -> Future[Tensor]:
         """An all-reduce on the communication thread whose end is a torch Future of ``tensor``.
 
-        Made for buffers that live long, such as DDP's buckets: a tensor in private memory is
-        moved into shared memory, in place, if that can be done. Never raises: errors, of the
-        arguments too, travel through the Future.
+        Never raises: errors, of the arguments too, travel through the Future.
 
         Args:
             tensor: contiguous; as for :meth:`all_reduce`.
+            move: a tensor in private memory is moved into shared memory, in place and under all
+                its views, if that can be done. For buffers that live long and that torch alone
+                holds, such as DDP's buckets: whoever has a raw pointer into it (a DLPack
+                consumer, a call of another communicator) is left with memory that is gone.
         """
-        future: Future[Tensor] = Future()
+        # A Future without devices would not make its reader's stream wait.
+        future: Future[Tensor] = Future(devices=None if tensor.is_cpu else [tensor.device])
         try:
-            self._submit_future(future, tensor, op, scale)
+            self._submit_future(future, tensor, op, scale, move)
         except Exception as error:
+            self._errors.append(error)
             future.set_exception(error)  # type: ignore[arg-type]
         return future
 
-    def _submit_future(self, future: Future[Tensor], tensor: Tensor, op: Op, scale: float) -> None:
+    def _submit_future(
+        self, future: Future[Tensor], tensor: Tensor, op: Op, scale: float, move: bool
+    ) -> None:
         core = self._core
         if core is None or not tensor.is_cpu:
             self._refuse_if_deterministic("the process group")
-            self._group.all_reduce_future(future, tensor, op, scale)
+            self._group.all_reduce_future(future, tensor, op, scale, self._errors)
             return
+        core.refuse_child()
+        if tensor.is_sparse:
+            raise ValueError("sparse gradients, or other sparse tensors, are not supported")
         _check_dense("tensor", tensor)
         count = tensor.numel()
-        key = (tensor.dtype, count, op, "auto")
+        key = (tensor.dtype, tensor.shape, op, "auto")
         plan, two_shot = self._plans.get(key) or self._plan(key)
         _check_scale(scale, tensor)
-        segment = self._shared.segment_of(tensor, move=True) if two_shot else NOT_SHARED
+        segment = NOT_SHARED
+        if two_shot:
+            unless = (lambda: self._in_flight(tensor)) if move else None
+            segment = self._shared.segment_of(tensor, move_unless=unless)
         with self._lock:
             number = self._next_future
             self._next_future += 1
@@ -353,16 +376,7 @@ class Communicator:
         if self._core is None or not output.is_cpu:
             self._refuse_if_deterministic("the process group")
             return self._group.reduce_scatter(output, input, op, async_op, scale)
-        return self._call(
-            _REDUCE_SCATTER,
-            input,
-            output,
-            output.numel(),
-            async_op,
-            dtype=output.dtype,
-            op=op,
-            scale=scale,
-        )
+        return self._call(_REDUCE_SCATTER, input, output, output, async_op, op=op, scale=scale)
 
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool = False) -> Work | None:
         """``output`` becomes all ranks' ``input``, in rank order.
@@ -376,20 +390,20 @@ class Communicator:
         self._check_overlap(whole=output, part=input)
         if self._core is None or not input.is_cpu:
             return self._group.all_gather(output, input, async_op)
-        return self._call(_ALL_GATHER, input, output, input.nbytes, async_op)
+        return self._call(_ALL_GATHER, input, output, input, async_op)
 
     def broadcast(self, tensor: Tensor, root: int = 0, async_op: bool = False) -> Work | None:
         """``tensor`` becomes what it is on rank ``root`` (a rank of the group).
 
         Args:
-            tensor: contiguous, the same number of bytes on all ranks, any dtype.
+            tensor: contiguous, the same shape and dtype on all ranks, any dtype.
         """
         if not 0 <= root < self.world_size:
             raise ValueError(f"root: expected 0 to {self.world_size - 1}, got {root}")
         _check_dense("tensor", tensor)
         if self._core is None or not tensor.is_cpu:
             return self._group.broadcast(tensor, root, async_op)
-        return self._call(_BROADCAST, tensor, tensor, tensor.nbytes, async_op, root=root)
+        return self._call(_BROADCAST, tensor, tensor, tensor, async_op, root=root)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Returns on no rank before all ranks have called it."""
@@ -401,7 +415,8 @@ class Communicator:
         return None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor in memory that the peers can map: calls on it are zero-copy.
+        """An uninitialised tensor in memory that the peers can map: calls on it are zero-copy. (One
+        so small that it always goes through the ranks' slots is an ordinary tensor.)
 
         Not collective; works without /dev/shm. The memory is reserved here and given back when
         the tensor and its views are gone, after the next call.
@@ -411,9 +426,12 @@ class Communicator:
         """
         dtype = dtype or torch.get_default_dtype()
         count = torch.Size(shape).numel()
-        if self._core is None or count == 0:
+        nbytes = count * dtype.itemsize
+        # One for each segment would be used up by descriptors. Small tensors never need theirs.
+        if self._core is None or nbytes <= policy.one_shot_limit(self.world_size, self.topology):
             return torch.empty(shape, dtype=dtype)
-        memory = _C.Allocation(self._core, count * dtype.itemsize)
+        self._core.refuse_child()
+        memory = _C.Allocation(self._core, nbytes)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
     # -- lifetime -----------------------------------------------------------------------------
@@ -430,8 +448,8 @@ class Communicator:
 
     @property
     def error(self) -> Exception | None:
-        """The first exception of a Future of :meth:`all_reduce_future`. DDP raises those from
-        ``backward()`` as a RuntimeError with the same text; this is the exception itself."""
+        """The first exception that went into a Future of :meth:`all_reduce_future`. From the hook,
+        DDP raises it out of ``backward()`` as a RuntimeError with its text; this is itself."""
         return self._errors[0] if self._errors else None
 
     def __enter__(self) -> Communicator:
@@ -457,10 +475,9 @@ class Communicator:
         kind: int,
         input: Tensor,
         output: Tensor,
-        count: int,
+        smaller: Tensor,
         async_op: bool,
         *,
-        dtype: torch.dtype = torch.uint8,
         op: str = "sum",
         root: int = 0,
         scale: float = 1.0,
@@ -469,8 +486,12 @@ class Communicator:
         assert core is not None
         algorithm, segment = _ONE_SHOT, NOT_SHARED
         if input.nbytes > policy.one_shot_limit(self.world_size, self.topology):
-            algorithm, segment = _TWO_SHOT, self._shared.segment_of(input, move=False)
-        plan = _C.plan(kind, _DTYPES[dtype], _OPS[op], algorithm)
+            algorithm, segment = _TWO_SHOT, self._shared.segment_of(input)
+        dtype, count = _DTYPES.get(smaller.dtype), smaller.numel()
+        if dtype is None:  # moved as bytes
+            dtype, count = _DTYPES[torch.uint8], smaller.nbytes
+        shape = _checksum(smaller.shape, smaller.dtype)
+        plan = _C.plan(kind, dtype, _OPS[op], algorithm, shape)
         call = (plan, input.data_ptr(), output.data_ptr(), count, root, scale, segment)
         if async_op:
             return self._submit(call, input, output)
@@ -482,6 +503,7 @@ class Communicator:
     ) -> _HostWork:
         """Queues a call. Its tensors live until it has ended, whatever its caller drops."""
         assert self._core is not None
+        self._core.refuse_child()
         self._release()
         entry: list[_C.Work] = []
         with self._lock:
@@ -493,23 +515,30 @@ class Communicator:
                 raise
         return _HostWork(entry[0], self._release)
 
+    def _in_flight(self, tensor: Tensor) -> bool:
+        """Whether a call that has not ended holds a pointer into the tensor's storage."""
+        storage = tensor.untyped_storage()._cdata
+        held = [each for _, tensors in list(self._pending) for each in tensors]
+        held += [each for _, each in list(self._futures.values())]
+        return any(each.untyped_storage()._cdata == storage for each in held)
+
     def _release(self) -> None:
         """Lets go of the tensors of calls that have ended."""
         with self._lock:
             while self._pending and self._pending[0][0] and self._pending[0][0][0].done():
                 self._pending.popleft()
 
-    def _plan(self, key: tuple[torch.dtype, int, str, str]) -> tuple[int, bool]:
-        """How to all-reduce so many elements: the call's plan, and whether it is two_shot."""
-        dtype, count, op, name = key
+    def _plan(self, key: tuple[torch.dtype, torch.Size, str, str]) -> tuple[int, bool]:
+        """How to all-reduce such a tensor: the call's plan, and whether it is two_shot."""
+        dtype, shape, op, name = key
         codes = _number("dtype", _DTYPES, dtype), _number("op", _OPS, op)
-        nbytes = count * dtype.itemsize
+        nbytes = shape.numel() * dtype.itemsize
         if name == "auto":
             name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
         algorithm = _number("algorithm", _ALGORITHMS, name)
         if algorithm == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
             raise ValueError(f"one_shot: expected at most {policy.SLOT_BYTES} bytes, got {nbytes}")
-        plan = _C.plan(_ALL_REDUCE, *codes, algorithm), algorithm == _TWO_SHOT
+        plan = _C.plan(_ALL_REDUCE, *codes, algorithm, _checksum(shape)), algorithm == _TWO_SHOT
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         if algorithm == _RING:
@@ -519,8 +548,13 @@ class Communicator:
         return plan
 
     def _refuse_if_deterministic(self, what: str) -> None:
-        if self.deterministic or torch.are_deterministic_algorithms_enabled():
-            raise RuntimeError(f"deterministic: {what} does not promise an order of summation")
+        reason = f"deterministic: {what} does not promise an order of summation"
+        if self.deterministic:
+            raise RuntimeError(reason)
+        if torch.are_deterministic_algorithms_enabled():
+            if not torch.is_deterministic_algorithms_warn_only_enabled():
+                raise RuntimeError(reason)
+            self._say(reason)
 
     def _all_reduce_elsewhere(
         self, tensor: Tensor, op: Op, algorithm: str, async_op: bool, scale: float
@@ -586,8 +620,10 @@ def _notify(
 
 
 def _end(core: _C.HostCommunicator, notifier: list[threading.Thread], drain: bool) -> None:
-    """Closes a core; a second time, or in a forked child, does nothing."""
-    core.close(drain)
+    """Closes a core; a second time, or in a forked child, does nothing. A signal handler within a
+    call only asks for it: that call then gives up and closes."""
+    if not core.close(drain):
+        return
     for thread in notifier:
         if thread is not threading.current_thread() and not core.forked:
             thread.join()
@@ -602,14 +638,22 @@ def _number(what: str, table: dict[Any, int], key: Any) -> int:
     return number
 
 
+@functools.lru_cache(maxsize=4096)
+def _checksum(shape: torch.Size, dtype: torch.dtype | None = None) -> int:
+    """32 bits by which ranks compare the shapes of their tensors, and dtypes of any kind."""
+    return zlib.crc32(repr((tuple(shape), dtype)).encode())
+
+
 def _check_scale(scale: float, tensor: Tensor) -> None:
     if scale != 1.0 and not tensor.is_floating_point():
         raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg():
-        raise ValueError(f"{name}: expected a dense contiguous tensor")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name}: expected layout torch.strided, got {tensor.layout}")
+    if not tensor.is_contiguous() or tensor.is_neg():
+        raise ValueError(f"{name}: expected a contiguous tensor")
 
 
 def _check_pair(

@@ -60,7 +60,7 @@ class HookState:
 
 
 def all_reduce_hook(
-    state: HookState,
+    state: HookState | Communicator,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks, while backward goes on.
@@ -72,10 +72,21 @@ def all_reduce_hook(
     pass without ``zero_grad`` averages what has been averaged, as without this hook.
 
     Never raises: what goes wrong travels through the Future, and ``backward()`` raises it as a
-    RuntimeError (``state.communicator.error`` is the exception itself). Sparse gradients are
-    refused that way.
+    RuntimeError (``communicator.error`` is the exception itself). Sparse gradients are refused
+    that way. ``state`` may be the :class:`Communicator` alone.
     """
-    return state.communicator.all_reduce_future(bucket.buffer())
+    try:
+        communicator = state if isinstance(state, Communicator) else state.communicator
+        averaged = communicator.all_reduce_future(bucket.buffer(), move=True)
+    except Exception as error:
+        averaged = torch.futures.Future()
+        averaged.set_exception(error)  # type: ignore[arg-type]
+    # DDP reads the Future in C++, which knows an exception only if a callback has raised it.
+    return averaged.then(_value)
+
+
+def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    return future.value()
 
 
 def attach(

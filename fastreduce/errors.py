@@ -12,7 +12,7 @@ PHASES = ("enter", "reduce", "gather", "exit")
 
 # csrc/signal.h: Failure and Field, in order.
 _FAILURES = ("none", "mismatch", "lost", "closed", "timeout", "interrupted", "sibling", "broken")
-_FIELDS = ("none", "kind", "dtype", "op", "algorithm", "root", "numel", "scale")
+_FIELDS = ("none", "kind", "dtype", "op", "root", "numel", "shape", "scale", "algorithm")
 
 
 class CommunicatorError(RuntimeError):
@@ -25,7 +25,8 @@ class CommunicatorError(RuntimeError):
         phase: where in the call: ``enter`` (nobody has written anything yet), ``reduce``,
             ``gather`` or ``exit``.
         epoch: number of the call within the communicator.
-        expected, seen: counter value (or, for a mismatch, rank 0's and the peer's value).
+        expected, seen: counter value (or, for a mismatch, rank 0's and the peer's value; of shapes,
+            their checksums).
         intact: True if the call's tensors hold what they held before.
     """
 
@@ -92,13 +93,14 @@ def from_record(
     counters: tuple[object, object] = (expected, seen)
     if reason == "mismatch":
         name = _FIELDS[field]
-        if name == "numel" and call in ("all_gather", "broadcast"):
-            name = "bytes"
         counters = (_value(name, expected), _value(name, seen))
-        what = (
-            f"ranks disagree in call {epoch} of this communicator: rank 0 has {name} "
-            f"{counters[0]}, rank {peer} has {name} {counters[1]}"
+        difference = (
+            f"rank 0 has {name} {counters[0]}, rank {peer} has {name} {counters[1]}"
+            if name != "shape"
+            else f"ranks 0 and {peer} have tensors of one size but of another shape (or of dtypes "
+            "that no reduction knows)"
         )
+        what = f"ranks disagree in call {epoch} of this communicator: {difference}"
     else:
         what = {
             "lost": f"the process of rank {peer} has ended",

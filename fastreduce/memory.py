@@ -1,8 +1,8 @@
 """Which tensors peers can map: those in shared memory, and those that can be moved there.
 
 torch shares a CPU storage by moving it, in place and under all its views, into an unlinked
-file of /dev/shm. That needs room there (torch does not reserve it: a full /dev/shm ends the
-process with SIGBUS at some later store), and it needs a storage that nobody else points into.
+file of /dev/shm. That needs room there, for all ranks at once, and it needs a storage that nobody
+else points into. NumPy's hold on a storage can be seen, that of a DLPack consumer cannot.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import UntypedStorage
 
     from fastreduce._C import HostCommunicator
@@ -34,16 +36,18 @@ class SharedTensors:
     def __init__(self, core: HostCommunicator, ranks_on_host: int) -> None:
         self._core = core
         self._ranks = ranks_on_host
+        # By address. A storage can move and leave its address to another: look at both.
         self._segments: dict[int, tuple[StorageWeakRef, int]] = {}
         self._said: set[str] = set()
         self._calls = 0
         self._lock = threading.Lock()
 
-    def segment_of(self, tensor: Tensor, *, move: bool) -> int:
+    def segment_of(self, tensor: Tensor, *, move_unless: Callable[[], bool] | None = None) -> int:
         """The segment that holds ``tensor``, or NOT_SHARED if it has to be staged.
 
-        With ``move``, a storage in private memory is moved into shared memory if that can be
-        done; one that cannot be is named in the log, once per reason.
+        With ``move_unless``, a storage in private memory is moved into shared memory if that can
+        be done and the function, asked last, does not tell that somebody uses its memory now.
+        One that cannot be is named in the log, once per reason.
         """
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
@@ -51,22 +55,24 @@ class SharedTensors:
         if self._calls % _SWEEP_EVERY == 0:
             self.sweep()
         known = self._segments.get(address)
-        if known is not None and not known[0].expired():
+        if known is not None and known[0].cdata == storage._cdata and not known[0].expired():
             return known[1]
         if self._core.is_allocation(address):
             return NOT_SHARED  # the core finds its own memory by itself
-        if storage.is_shared():
-            reason = _why_not_mappable(storage)
-        elif move:
-            reason = _why_not_movable(storage, self._ranks)
-        else:
+        if not storage.is_shared() and move_unless is None:
             return NOT_SHARED
-        if reason is None:
-            try:
+        try:
+            if storage.is_shared():
+                reason = _why_not_mappable(storage)
+            else:
+                reason = _why_not_movable(storage, self._ranks)
+                if reason is None and move_unless is not None and move_unless():
+                    reason = "an earlier call on the same storage has not ended, so it cannot move"
+            if reason is None:
                 return self._add(storage)
-            except (OSError, RuntimeError) as error:
-                # The call goes on: it must not go missing in the order of calls.
-                reason = f"sharing it failed: {error}"
+        except (OSError, RuntimeError) as error:
+            # The call goes on: it must not go missing in the order of calls.
+            reason = f"sharing it failed: {error}"
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("staging a tensor of %d bytes: %s", storage.nbytes(), reason)
@@ -74,21 +80,27 @@ class SharedTensors:
 
     def sweep(self) -> None:
         """Lets peers unmap, with the next call, what has been freed here."""
+        self._core.refuse_child()
         with self._lock:
-            for address, (reference, segment) in list(self._segments.items()):
-                if reference.expired():
-                    self._core.remove_segment(segment)
-                    del self._segments[address]
+            self._forget(lambda address, reference: reference.expired())
 
     def _add(self, storage: UntypedStorage) -> int:
-        self.sweep()
-        fd, nbytes = storage._share_fd_cpu_()
-        if fd < 0:
-            raise OSError("torch has no file descriptor for it")
-        segment: int = self._core.add_segment(fd, storage.data_ptr(), nbytes)
+        self._core.refuse_child()
         with self._lock:
-            self._segments[storage.data_ptr()] = (StorageWeakRef(storage), segment)
+            fd, nbytes = storage._share_fd_cpu_()
+            if fd < 0:
+                raise OSError("torch has no file descriptor for it")
+            now = storage.data_ptr()
+            self._forget(lambda address, reference: address == now or reference.expired())
+            segment: int = self._core.add_segment(fd, now, nbytes)
+            self._segments[now] = (StorageWeakRef(storage), segment)
         return segment
+
+    def _forget(self, gone: Callable[[int, StorageWeakRef], bool]) -> None:
+        for address, (reference, segment) in list(self._segments.items()):
+            if gone(address, reference):
+                self._core.remove_segment(segment)
+                del self._segments[address]
 
 
 def _why_not_movable(storage: UntypedStorage, ranks: int) -> str | None:

@@ -29,6 +29,31 @@ _OPS = {
 }
 
 
+def _wide(tensor: Tensor, op: str) -> torch.dtype:
+    """What a CPU backend must sum in to give what the kernels give: sums of 16-bit floats are
+    rounded once, and a mean cannot overflow where its value does not."""
+    if tensor.device.type != "cpu" or op not in ("sum", "mean"):
+        return tensor.dtype
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    if op == "mean" and not tensor.is_floating_point():
+        return torch.int64
+    return tensor.dtype
+
+
+def _staged(tensor: Tensor, op: str, scale: float, *, in_place: bool) -> Tensor:
+    """What the backend is given for ``tensor``: itself, or a wider or scaled copy."""
+    with torch.no_grad():
+        given = tensor.detach().to(_wide(tensor, op))
+        if scale == 1.0:
+            return given
+        return given.mul_(scale) if in_place or given.dtype != tensor.dtype else given * scale
+
+
+def _nothing() -> None:
+    """What is left to do after a transfer."""
+
+
 class _Work:
     """A backend's work, and what is left to do once it has ended."""
 
@@ -42,7 +67,12 @@ class _Work:
             self._work.wait()
         else:
             limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-            self._work.wait(limit)
+            try:
+                self._work.wait(limit)
+            except RuntimeError as error:
+                if self._work.is_completed():
+                    raise
+                raise TimeoutError(f"the call has not completed after {limit}") from error
         if not self._waited:
             self._waited = True
             self._finish()
@@ -77,23 +107,29 @@ class ProcessGroupTransport:
 
     def all_reduce(self, tensor: Tensor, op: str, async_op: bool, scale: float) -> _Work | None:
         group = self._group
-        self._premultiply(tensor, scale)
-        work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=async_op)
-        return self._finish(work, tensor, op)
+        summed = _staged(tensor, op, scale, in_place=True)
+        work = dist.all_reduce(summed, _OPS[op], group=group, async_op=async_op)
+        return self._finish(work, lambda: self._settle(tensor, summed, op))
 
     def all_reduce_future(
-        self, future: Future[Tensor], tensor: Tensor, op: str, scale: float
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        op: str,
+        scale: float,
+        errors: list[Exception],
     ) -> None:
-        """``future`` is completed with ``tensor``."""
+        """``future`` is completed with ``tensor``; an exception is also added to ``errors``."""
         group = self._group
-        self._premultiply(tensor, scale)
-        work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=True)
+        summed = _staged(tensor, op, scale, in_place=True)
+        work = dist.all_reduce(summed, _OPS[op], group=group, async_op=True)
 
         def done(ended: Future[list[Tensor]]) -> None:
             try:
                 ended.value()
-                self._divide(tensor, op)
+                self._settle(tensor, summed, op)
             except Exception as error:
+                errors.append(error)
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(tensor)
@@ -103,40 +139,39 @@ class ProcessGroupTransport:
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: str, async_op: bool, scale: float
     ) -> _Work | None:
-        if scale != 1.0:
-            input = input * scale
-        work = _reduce_scatter(output, input, _OPS[op], group=self._group, async_op=async_op)
-        return self._finish(work, output, op)
+        group = self._group
+        whole = _staged(input, op, scale, in_place=False)
+        summed = (
+            output if whole.dtype == output.dtype else torch.empty_like(output, dtype=whole.dtype)
+        )
+        work = _reduce_scatter(summed, whole, _OPS[op], group=group, async_op=async_op)
+        return self._finish(work, lambda: self._settle(output, summed, op))
 
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> _Work | None:
         work = _all_gather(output, input, group=self._group, async_op=async_op)
-        return self._finish(work, output, "sum")
+        return self._finish(work, _nothing)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> _Work | None:
         source = root if self._group is None else dist.get_global_rank(self._group, root)
         work = dist.broadcast(tensor, source, group=self._group, async_op=async_op)
-        return self._finish(work, tensor, "sum")
+        return self._finish(work, _nothing)
 
     def barrier(self, async_op: bool) -> _Work | None:
         work = dist.barrier(group=self._group, async_op=async_op)
-        return None if work is None else _Work(work, lambda: None)
+        return self._finish(work, _nothing)
 
-    def _finish(self, work: Any, tensor: Tensor, op: str) -> _Work | None:
+    def _finish(self, work: Any, finish: Callable[[], None]) -> _Work | None:
         if work is None:
-            self._divide(tensor, op)
+            finish()
             return None
-        return _Work(work, lambda: self._divide(tensor, op))
+        return _Work(work, finish)
 
-    def _divide(self, tensor: Tensor, op: str) -> None:
-        if op != "mean":
-            return
-        if tensor.is_floating_point():
-            tensor.detach().mul_(1 / self._world_size)
-        else:
-            tensor.detach().div_(self._world_size, rounding_mode="trunc")
-
-    @staticmethod
-    def _premultiply(tensor: Tensor, scale: float) -> None:
-        if scale != 1.0:
-            with torch.no_grad():
-                tensor.mul_(scale)
+    def _settle(self, tensor: Tensor, summed: Tensor, op: str) -> None:
+        """``tensor`` becomes what was asked for, out of the sum."""
+        with torch.no_grad():
+            if op == "mean" and summed.is_floating_point():
+                summed.mul_(1 / self._world_size)
+            elif op == "mean":
+                summed.div_(self._world_size, rounding_mode="trunc")
+            if summed.dtype != tensor.dtype:
+                tensor.copy_(summed)

@@ -269,10 +269,12 @@ def future_task(state, seed):
     tensor = inputs[comm.rank].clone()
     future = comm.all_reduce_future(tensor)
     result = future.wait()
-    assert result.data_ptr() == tensor.data_ptr() and tensor.is_shared()
+    assert result.data_ptr() == tensor.data_ptr() and not tensor.is_shared()
+    assert comm.error is None
     bad = comm.all_reduce_future(torch.zeros(4, dtype=torch.complex64))
     with pytest.raises(TypeError, match="dtype"):
         bad.wait()
+    assert isinstance(comm.error, TypeError)
     return same_bits(tensor, reference.all_reduce(inputs))
 
 

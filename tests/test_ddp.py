@@ -282,15 +282,36 @@ def sparse():
     ddp = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
     with (
         fastreduce.attach(ddp, timeout=TIMEOUT) as state,
-        pytest.raises(RuntimeError, match="dense contiguous"),
+        pytest.raises(RuntimeError, match="sparse gradients"),
     ):
         ddp(torch.tensor([1, 2])).sum().backward()
+    assert isinstance(state.communicator.error, ValueError)
     with pytest.raises(RuntimeError, match="closed"):
         state.communicator.barrier()
 
 
 def test_sparse_gradients_are_refused(ranks):
     ranks(2).run(sparse)
+
+
+def states():
+    """The communicator alone will do as state; what will not is an error of backward, each time."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    model = nn.Linear(4, 2)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(comm, fastreduce.all_reduce_hook)
+    ddp(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+    wrong = DistributedDataParallel(nn.Linear(4, 2))
+    wrong.register_comm_hook(None, fastreduce.all_reduce_hook)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="'NoneType' object has no attribute"):
+            wrong(torch.ones(1, 4)).sum().backward()
+    comm.close()
+    return model.weight.grad[0, 0].item()
+
+
+def test_states(ranks):
+    assert ranks(2).run(states) == [0.5, 0.5]
 
 
 def test_hook_signature():

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fastreduce
+from fastreduce import communicator as module
 
 LONG = 60.0
 SHORT = 1.0
@@ -176,15 +177,128 @@ def test_late_caller_learns_of_the_timeout(ranks):
     assert "rank 1 gave up" in late["text"]
 
 
+def handler_closes(what):
+    """A signal handler that calls into the communicator while this rank waits in a call of it."""
+    comm = fastreduce.Communicator(timeout=LONG)
+    seen = []
+
+    def handle(number, frame):
+        if what == "close":
+            comm.close()
+            return
+        try:
+            comm.barrier()
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    signal.signal(signal.SIGALRM, handle)
+    if comm.rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(SHORT)
+    tensor = torch.ones(4)
+    if what == "close":
+        with pytest.raises(fastreduce.PeerClosedError):
+            comm.all_reduce(tensor)
+        if comm.rank == 0:
+            with pytest.raises(RuntimeError, match="closed"):
+                comm.all_reduce(tensor)
+        comm.close()
+    else:
+        comm.all_reduce(tensor, "sum")
+        assert tensor.tolist() == [2.0] * 4
+        comm.close()
+    return seen
+
+
+def test_handler_closes_the_communicator(ranks):
+    assert ranks(2).run(handler_closes, "close") == [[], []]
+
+
+def test_handler_makes_a_call(ranks):
+    [first], second = ranks(2).run(handler_closes, "barrier")
+    assert "called by a signal handler within a call" in first and second == []
+
+
+def other_program():
+    """A rank that becomes another program has left, although its process goes on."""
+    comm = fastreduce.Communicator(timeout=LONG)
+    comm.barrier()
+    if comm.rank == 1:
+        os.execv("/bin/sleep", ["sleep", str(LONG)])
+    with pytest.raises(fastreduce.PeerLostError) as failure:
+        comm.barrier()
+    return describe(failure.value)
+
+
+def test_peer_becomes_another_program(ranks):
+    group = ranks(2)
+    for rank in range(2):
+        group.start(rank, other_program)
+    assert group.result(0, timeout=LONG / 2)["peer"] == 1
+    group.kill()
+
+
+def dies_while_the_group_forms(how):
+    """Between the first word of all ranks and their meeting."""
+    real = module._C.HostCommunicator
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 1:
+        if how == "dies":
+            module._C.HostCommunicator = die
+        else:
+            module._C.HostCommunicator = lambda *args, **kwargs: time.sleep(LONG)
+    elif how == "interrupt":
+
+        def handle(number, frame):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    began = time.monotonic()
+    try:
+        fastreduce.Communicator(timeout=LONG)
+    except (RuntimeError, KeyboardInterrupt) as error:
+        return type(error).__name__, time.monotonic() - began
+    finally:
+        module._C.HostCommunicator = real
+    return None
+
+
+@pytest.mark.parametrize("how", ["dies", "interrupt"])
+def test_while_the_group_forms(ranks, how):
+    group = ranks(2)
+    for rank in range(2):
+        group.start(rank, dies_while_the_group_forms, how)
+    name, seconds = group.result(0)
+    assert name == ("RuntimeError" if how == "dies" else "KeyboardInterrupt")
+    assert seconds < module._CONNECT_SECONDS / 2  # not by its time limit
+    group.failed = True
+    group.kill()
+
+
 def mismatched(case):
     comm = fastreduce.Communicator(timeout=LONG)
     odd = comm.rank == comm.world_size - 1
     n = comm.world_size
     tensor = torch.full((8,), 1.0 + comm.rank)
+    if case == "size":
+        tensor = torch.full((10 if odd else 100_000,), 1.0)
     before = tensor.clone()
     with pytest.raises(fastreduce.MismatchError) as failure:
         if case == "numel":
             comm.all_reduce(tensor[:7] if odd else tensor)
+        elif case == "size":
+            comm.all_reduce(tensor)
+        elif case == "shape":
+            comm.all_reduce(tensor.view(4, 2) if odd else tensor.view(2, 4))
+        elif case == "broadcast dtype":
+            comm.broadcast(tensor.view(torch.int32) if odd else tensor)
+        elif case == "dtype of bytes":
+            comm.broadcast(tensor.view(torch.int16) if odd else tensor.view(torch.complex64))
         elif case == "dtype":
             other = tensor.view(torch.int32) if odd else tensor
             comm.all_reduce(other, "sum")
@@ -211,6 +325,8 @@ def mismatched(case):
     "case, first, other",
     [
         ("numel", 8, 7),
+        ("size", 100_000, 10),
+        ("broadcast dtype", "float32", "int32"),
         ("dtype", "float32", "int32"),
         ("op", "max", "min"),
         ("scale", 0.25, 0.5),
@@ -226,6 +342,13 @@ def test_mismatch(ranks, world_size, case, first, other):
         assert (error["expected"], error["seen"]) == (first, other)
         # The same words on all ranks, but for whose they are.
         assert error["text"].partition(": ")[2] == errors[0]["text"].partition(": ")[2]
+
+
+@pytest.mark.parametrize("case", ["shape", "dtype of bytes"])
+def test_other_shapes_of_one_size(ranks, case):
+    for error in ranks(2).run(mismatched, case):
+        assert error["intact"] and error["expected"] != error["seen"]
+        assert "of another shape" in error["text"]
 
 
 def interrupted():

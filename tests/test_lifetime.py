@@ -133,7 +133,7 @@ def moved_storages():
     comm = fastreduce.Communicator(timeout=TIMEOUT)
     for i in range(30):
         tensor = torch.full((300_000,), float(i + comm.rank))
-        assert comm.all_reduce_future(tensor, "sum").wait()[0].item() == 2 * i + 1
+        assert comm.all_reduce_future(tensor, "sum", move=True).wait()[0].item() == 2 * i + 1
         assert tensor.is_shared()
         del tensor
         private = torch.full((300_000,), float(i))
@@ -265,8 +265,13 @@ def child_allocates():
     child = os.fork()
     if child == 0:
         code = 0
-        comm.empty(100_000).fill_(7)
-        for call in [lambda: comm.all_reduce(torch.ones(200_000).share_memory_()), pending.wait]:
+        for call in [
+            lambda: comm.empty(100_000),
+            lambda: comm.all_reduce(torch.ones(200_000).share_memory_()),
+            lambda: comm.all_reduce(torch.ones(4), async_op=True),
+            lambda: comm.all_reduce_future(torch.ones(4)).wait(),
+            pending.wait,
+        ]:
             try:
                 call()
                 code = 1

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import tempfile
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,7 @@ COUNT = 300_000
 
 def averaged(comm: fastreduce.Communicator, tensor: torch.Tensor) -> bool:
     tensor.fill_(comm.rank)
-    comm.all_reduce_future(tensor, "sum").wait()
+    comm.all_reduce_future(tensor, "sum", move=True).wait()
     return bool((tensor == sum(range(comm.world_size))).all())
 
 
@@ -90,6 +91,82 @@ def stays(case):
 def test_staged_and_said_once(ranks, case, reason):
     for lines in ranks(2).run(stays, case):
         assert len(lines) == 1 and reason in lines[0]
+
+
+def moved_while_in_use():
+    """A call that has not ended holds a pointer: its memory must stay where it is."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    lines = Lines()
+    flat = torch.ones(COUNT)
+    if comm.rank == 1:
+        time.sleep(0.3)  # rank 0's first call waits
+    first = comm.all_reduce_future(flat[:100], "sum", move=True)  # one_shot: nothing moves
+    second = comm.all_reduce_future(flat[100:], "sum", move=True)
+    first.wait()
+    second.wait()
+    assert (flat == comm.world_size).all()
+    assert averaged(comm, flat)
+    assert flat.is_shared()  # by now it could be moved
+    comm.close()
+    return lines.lines
+
+
+def test_memory_in_use_is_not_moved(ranks):
+    first, _ = ranks(2).run(moved_while_in_use)
+    assert len(first) == 1 and "an earlier call on the same storage has not ended" in first[0]
+
+
+def readdressed():
+    """A storage that torch has moved away leaves its address to another one."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    old, new = torch.zeros(COUNT).share_memory_(), torch.zeros(COUNT).share_memory_()
+    assert averaged(comm, old)
+    known = comm._shared._segments
+    known[new.data_ptr()] = known.pop(old.data_ptr())
+    assert averaged(comm, new)
+    return averaged(comm, old) and averaged(comm, new)
+
+
+def test_address_of_a_moved_storage(ranks):
+    assert all(ranks(2).run(readdressed))
+
+
+def cannot_look():
+    """Where a tensor lies cannot be found out: it is staged, and the call is not left out."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    lines = Lines()
+    tensor = torch.zeros(COUNT).share_memory_()
+    real = memory._why_not_mappable
+
+    def no_descriptor(storage):
+        raise OSError(24, "Too many open files")
+
+    if comm.rank == 0:
+        memory._why_not_mappable = no_descriptor
+    assert averaged(comm, tensor)
+    memory._why_not_mappable = real
+    assert averaged(comm, tensor)
+    return lines.lines
+
+
+def test_call_goes_on_without_descriptors(ranks):
+    first, second = ranks(2).run(cannot_look)
+    assert len(first) == 1 and "Too many open files" in first[0]
+    assert second == []
+
+
+def small_tensors():
+    """Thousands of them need no descriptors."""
+    comm = fastreduce.Communicator(timeout=TIMEOUT)
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = [comm.empty(16).fill_(comm.rank) for _ in range(3000)]
+    comm.all_reduce(tensors[-1], "sum")
+    assert tensors[-1].tolist() == [1.0] * 16
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_small_tensors(ranks):
+    assert ranks(2).run(small_tensors) == [0, 0]
 
 
 def one_stages():

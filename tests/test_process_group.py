@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,6 +74,51 @@ def test_collectives(ranks):
     for lines in ranks(2).run(everything):
         assert len(lines) == 1
         assert "using the process group, because rank 1 runs on another host" in lines[0]
+
+
+def means():
+    """As in shared memory: the value counts, not what a sum in the tensor's own type could hold."""
+    comm = on_two_hosts(lambda: fastreduce.Communicator(timeout=TIMEOUT))
+    for value, dtype in [
+        (60000, torch.float16),
+        (200, torch.uint8),
+        (2**30 + 5, torch.int32),
+        (-(2**30) - 5, torch.int32),
+    ]:
+        large = torch.full((4,), value, dtype=dtype)
+        comm.all_reduce(large, "mean")
+        assert large.tolist() == [value] * 4
+        comm.all_reduce(large, "mean", async_op=True).wait()
+        assert large.tolist() == [value] * 4
+        half = torch.empty(2, dtype=dtype)
+        comm.reduce_scatter(half, large, "mean")
+        assert half.tolist() == [value] * 2
+        assert comm.all_reduce_future(large).wait().tolist() == [value] * 4
+    value = 2.0**-9 if comm.rank else 1.0
+    tensor = torch.full((2,), value, dtype=torch.bfloat16)
+    comm.all_reduce(tensor, "sum", scale=3.0)
+    assert tensor.tolist() == [3.0] * 2  # 3 + 3/512, rounded once
+    comm.close()
+
+
+def test_means_do_not_overflow(ranks):
+    ranks(2).run(means)
+
+
+def late():
+    comm = on_two_hosts(lambda: fastreduce.Communicator(timeout=TIMEOUT))
+    tensor = torch.ones(4)
+    if comm.rank == 1:
+        time.sleep(1.5)
+    work = comm.all_reduce(tensor, "sum", async_op=True)
+    if comm.rank == 0:
+        with pytest.raises(TimeoutError, match="has not completed"):
+            work.wait(0.2)
+    comm.close()
+
+
+def test_wait_with_timeout(ranks):
+    ranks(2).run(late)
 
 
 def hook():
