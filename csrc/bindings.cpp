@@ -88,6 +88,11 @@ Call make_call(std::uint64_t plan, std::uint64_t count, int root, double scale, 
   return call;
 }
 
+// Why a communicator could not be made, as far as it is not what a signal handler raised.
+struct CannotShare : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 void raise_failure(const CallFailed& failed) {
   const FailureRecord& r = failed.record;
   const py::object error =
@@ -110,6 +115,8 @@ PYBIND11_MODULE(_C, m) {
       raise_failure(failed);
     }
   });
+
+  py::register_exception<CannotShare>(m, "CannotShareError", PyExc_RuntimeError);
 
   m.def("instruction_set", [] { return kernels().name; });
   m.def("plan", &plan);
@@ -189,12 +196,16 @@ PYBIND11_MODULE(_C, m) {
                  options.first_epoch = first_epoch;
                  // A forked child has none of the threads: it leaves its copy alone.
                  return uninterrupted([&] {
-                   return std::shared_ptr<HostCommunicator>(
-                       new HostCommunicator(listener, rank, addresses, processes, token, options,
-                                            check_signals),
-                       [](HostCommunicator* communicator) {
-                         if (!communicator->forked()) delete communicator;
-                       });
+                   try {
+                     return std::shared_ptr<HostCommunicator>(
+                         new HostCommunicator(listener, rank, addresses, processes, token, options,
+                                              check_signals),
+                         [](HostCommunicator* communicator) {
+                           if (!communicator->forked()) delete communicator;
+                         });
+                   } catch (const std::exception& error) {
+                     throw CannotShare(error.what());
+                   }
                  });
                }),
            py::arg("listener"), py::arg("rank"), py::arg("addresses"), py::arg("processes"),

@@ -30,6 +30,26 @@ constexpr int kProbeGroups = 2;
 constexpr int kProbeBarriers = 3;
 constexpr std::chrono::nanoseconds kFar{140};
 
+// The communicators in whose calls this thread is. Only a signal handler can find its own there.
+thread_local std::vector<const HostCommunicator*> inside;
+
+class Within {
+ public:
+  explicit Within(const HostCommunicator* communicator) { inside.push_back(communicator); }
+  Within(const Within&) = delete;
+  Within& operator=(const Within&) = delete;
+  ~Within() { inside.pop_back(); }
+};
+
+bool is_within(const HostCommunicator* communicator) {
+  return std::find(inside.begin(), inside.end(), communicator) != inside.end();
+}
+
+void refuse_within(const HostCommunicator* communicator) {
+  if (is_within(communicator))
+    throw std::runtime_error("called by a signal handler within a call of this communicator");
+}
+
 std::atomic<unsigned> generation{0};
 
 void count_fork() { ++generation; }
@@ -39,12 +59,19 @@ void count_fork() { ++generation; }
 }  // namespace
 
 bool Work::done() const {
+  refuse_child();
   std::lock_guard<std::mutex> lock(mutex_);
   return done_;
 }
 
-bool Work::wait(Clock::duration timeout, const std::function<bool()>& interrupted) {
+void Work::refuse_child() const {
   if (born_ != generation) throw std::runtime_error("this call belongs to the parent process");
+}
+
+bool Work::wait(Clock::duration timeout, const std::function<bool()>& interrupted) {
+  refuse_child();
+  refuse_within(owner_);
+  const Within within(owner_);
   const auto deadline = Clock::now() + timeout;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!done_) {
@@ -110,7 +137,7 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
 
   peers_ = Peers(listener, rank, addresses, processes, token, deadline, interrupted);
   try {
-    meet_peers(own, deadline);
+    meet_peers(own, deadline, interrupted);
   } catch (const PeerLeft& left) {
     throw std::runtime_error("rank " + std::to_string(left.peer) + " left while the group formed");
   }
@@ -124,7 +151,8 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
 }
 
 // Everybody sends a handle on its process and its control segment, and maps the others'.
-void HostCommunicator::meet_peers(const Descriptor& own, Clock::time_point deadline) {
+void HostCommunicator::meet_peers(const Descriptor& own, Clock::time_point deadline,
+                                  const std::function<bool()>& interrupted) {
   const int world = view_.world();
   const int rank = view_.rank;
   const std::size_t bytes = view_.layout.bytes();
@@ -137,7 +165,7 @@ void HostCommunicator::meet_peers(const Descriptor& own, Clock::time_point deadl
   for (int p = 0; p < world; ++p) {
     if (p == rank) continue;
     Descriptor fd;
-    const Message control = peers_.receive(p, &fd, deadline);
+    const Message control = peers_.receive(p, &fd, deadline, interrupted);
     if (control.type != Message::Type::control || control.bytes != bytes || fd.get() < 0)
       throw std::runtime_error("rank " + std::to_string(p) + " sent a control segment of " +
                                std::to_string(control.bytes) + " bytes, expected " +
@@ -145,7 +173,7 @@ void HostCommunicator::meet_peers(const Descriptor& own, Clock::time_point deadl
     areas_[p] = Mapping(fd.get(), bytes);
     view_.area[p] = areas_[p].data();
     Descriptor handle;
-    peers_.receive(p, &handle, deadline);
+    peers_.receive(p, &handle, deadline, interrupted);
     peers_.watch(p, std::move(handle));
   }
 }
@@ -173,8 +201,6 @@ void HostCommunicator::refuse_child() const {
 
 void HostCommunicator::check_usable() const {
   if (broken_) throw CallFailed{why_, view_.rank};
-  if (caller_ == std::this_thread::get_id())
-    throw std::runtime_error("called by a signal handler within a call of this communicator");
   if (closing_) throw std::runtime_error("the communicator is closed");
 }
 
@@ -200,6 +226,7 @@ void HostCommunicator::run(const Call& call, const void* in, void* out,
       if (of.close_asked_) of.close(false, nullptr);
     }
   } close_at_last{*this};
+  refuse_within(this);
   std::unique_lock<std::mutex> lock(mutex_);
   check_usable();
   if (busy_ || !queue_.empty()) {
@@ -213,14 +240,13 @@ void HostCommunicator::run(const Call& call, const void* in, void* out,
     return;
   }
   busy_ = true;
-  caller_ = std::this_thread::get_id();
   lock.unlock();
+  const Within within(this);
   struct Idle {
     HostCommunicator& of;
     ~Idle() {
       std::lock_guard<std::mutex> guard(of.mutex_);
       of.busy_ = false;
-      of.caller_ = std::thread::id();
       if (!of.queue_.empty() || of.closing_) of.changed_.notify_all();
     }
   } idle{*this};
@@ -230,8 +256,10 @@ void HostCommunicator::run(const Call& call, const void* in, void* out,
 std::shared_ptr<Work> HostCommunicator::submit(const Call& call, const void* in, void* out,
                                                std::int64_t notify) {
   refuse_child();
+  refuse_within(this);
   auto work = std::make_shared<Work>();
   work->born_ = born_;
+  work->owner_ = this;
   work->call_ = call;
   work->in_ = in;
   work->out_ = out;
@@ -414,7 +442,9 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
   } catch (const CallFailed&) {
     throw;
   } catch (const PeerLeft& left) {
-    record.failure = Failure::lost;
+    const auto last = load_acquire(&view_.state(view_.rank, left.peer).value);
+    record.failure =
+        last == static_cast<std::uint32_t>(State::open) ? Failure::lost : Failure::closed;
     record.rank = view_.rank;
     record.peer = left.peer;
     record.expected = record.seen = job.epoch;
@@ -626,6 +656,7 @@ void HostCommunicator::remove_allocation(const void* base) {
 }
 
 bool HostCommunicator::is_allocation(const void* base) const {
+  refuse_child();
   std::lock_guard<std::mutex> lock(control_mutex_);
   return allocations_.count(static_cast<const char*>(base)) != 0;
 }
@@ -634,7 +665,7 @@ bool HostCommunicator::close(bool drain, const std::function<bool()>& interrupte
   if (forked()) return true;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (caller_ == std::this_thread::get_id()) {
+    if (is_within(this)) {
       stop_ = Failure::closed;
       close_asked_ = true;
       return false;
@@ -648,6 +679,7 @@ bool HostCommunicator::close(bool drain, const std::function<bool()>& interrupte
     changed_.notify_all();
     while (busy_ || !queue_.empty()) {
       changed_.wait_for(lock, kLook);
+      if (stop_ == Failure::interrupted) continue;
       lock.unlock();
       if (interrupted && interrupted()) stop_ = Failure::interrupted;
       lock.lock();

@@ -36,7 +36,10 @@ class Work {
   friend class HostCommunicator;
   void finish(std::exception_ptr error);
 
+  void refuse_child() const;
+
   unsigned born_ = 0;
+  const HostCommunicator* owner_ = nullptr;  // never followed
   Call call_;
   const void* in_ = nullptr;
   void* out_ = nullptr;
@@ -112,7 +115,8 @@ class HostCommunicator {
   void read_messages(int peer, std::uint32_t until);
   void tell_peers(const Message& message, int fd);
   void send_messages(int segment);
-  void meet_peers(const Descriptor& own, Clock::time_point deadline);
+  void meet_peers(const Descriptor& own, Clock::time_point deadline,
+                  const std::function<bool()>& interrupted);
   void check_usable() const;
   void announce(FailureRecord& record);
   bool may_write(int peer) const;
@@ -149,7 +153,6 @@ class HostCommunicator {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool busy_ = false;
-  std::thread::id caller_;  // whose call it is, if not the communication thread's
   std::atomic<bool> close_asked_{false};
   bool closing_ = false;
   bool closed_ = false;

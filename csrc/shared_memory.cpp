@@ -24,15 +24,20 @@ namespace {
   throw std::system_error(errno, std::generic_category(), what);
 }
 
+// Whoever waits asks this often whether it was interrupted.
+constexpr long kSlice = 100;  // ms
+
 // Waits until `fd` is ready for `events`; a passed deadline is an error.
-void wait_ready(int fd, short events, Clock::time_point deadline, const std::string& what) {
+void wait_ready(int fd, short events, Clock::time_point deadline, const std::string& what,
+                const std::function<bool()>& interrupted = nullptr) {
   for (;;) {
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     pollfd entry{fd, events, 0};
-    const int ready = ::poll(&entry, 1, static_cast<int>(std::clamp<long>(left, 0, 1000)));
+    const int ready = ::poll(&entry, 1, static_cast<int>(std::clamp<long>(left, 0, kSlice)));
     if (ready > 0) return;
     if (ready < 0 && errno != EINTR) fail("poll");
+    if (interrupted && interrupted()) throw std::runtime_error("interrupted while " + what);
     if (ready == 0 && left <= 0) throw std::runtime_error("timed out while " + what);
   }
 }
@@ -175,8 +180,12 @@ Peers::Peers(const Listener& listener, int rank, const std::vector<std::string>&
   }
 
   const int world = static_cast<int>(addresses.size());
-  for (int p = rank + 1; p < world; ++p)
-    if (processes[p] > 0) processes_[p] = open_process(processes[p]);
+  for (int p = rank + 1; p < world; ++p) {
+    if (processes[p] <= 0) continue;
+    processes_[p] = open_process(processes[p]);
+    if (processes_[p].get() < 0 && errno == ESRCH)
+      throw std::runtime_error("the process of rank " + std::to_string(p) + " has ended");
+  }
   for (int missing = world - rank - 1; missing > 0;) {
     await_connection(listener.fd(), missing, deadline, interrupted);
     Descriptor fd(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
@@ -227,7 +236,6 @@ void Peers::send(int peer, const Message& message, int fd, Clock::time_point dea
 // Until somebody connects.
 void Peers::await_connection(int listener, int missing, Clock::time_point deadline,
                              const std::function<bool()>& interrupted) const {
-  constexpr int kSlice = 100;  // ms
   for (;;) {
     std::vector<pollfd> entries{{listener, POLLIN, 0}};
     std::vector<int> awaited{-1};
@@ -250,7 +258,8 @@ void Peers::await_connection(int listener, int missing, Clock::time_point deadli
   }
 }
 
-Message Peers::receive(int peer, Descriptor* fd, Clock::time_point deadline) const {
+Message Peers::receive(int peer, Descriptor* fd, Clock::time_point deadline,
+                       const std::function<bool()>& interrupted) const {
   Message message;
   iovec data{&message, sizeof message};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -260,7 +269,7 @@ Message Peers::receive(int peer, Descriptor* fd, Clock::time_point deadline) con
   header.msg_control = control;
   header.msg_controllen = sizeof control;
   const int from = sockets_[peer].get();
-  wait_ready(from, POLLIN, deadline, "receiving from rank " + std::to_string(peer));
+  wait_ready(from, POLLIN, deadline, "receiving from rank " + std::to_string(peer), interrupted);
   const ssize_t got = ::recvmsg(from, &header, MSG_CMSG_CLOEXEC);
   if (got == 0 || (got < 0 && errno == ECONNRESET)) throw PeerLeft{peer};
   if (got != static_cast<ssize_t>(sizeof message))

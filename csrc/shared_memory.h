@@ -86,7 +86,8 @@ class Peers {
         const std::function<bool()>& interrupted);
 
   void send(int peer, const Message& message, int fd, Clock::time_point deadline) const;
-  Message receive(int peer, Descriptor* fd, Clock::time_point deadline) const;
+  Message receive(int peer, Descriptor* fd, Clock::time_point deadline,
+                  const std::function<bool()>& interrupted = nullptr) const;
 
   void watch(int peer, Descriptor process) { processes_[peer] = std::move(process); }
   // Has the peer's process ended, or become another program? A pidfd tells the first, also where

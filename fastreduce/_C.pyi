@@ -32,6 +32,9 @@ def unpack(
     scale: float,
 ) -> None: ...
 
+class CannotShareError(RuntimeError):
+    """The ranks cannot share memory, for a reason of this machine."""
+
 class Listener:
     def __init__(self) -> None: ...
     @property

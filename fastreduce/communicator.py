@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from fastreduce import _C, errors, policy
 from fastreduce.memory import NOT_SHARED, SharedTensors
-from fastreduce.process_group import ProcessGroupTransport
+from fastreduce.process_group import ProcessGroupTransport, fail
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -146,7 +146,7 @@ class Communicator:
         self.shared_memory = self._core is not None
         self._said: set[str] = set()
         # For all_reduce, by dtype, shape, op and algorithm.
-        self._plans: dict[tuple[torch.dtype, torch.Size, str, str], tuple[int, bool]] = {}
+        self._plans: dict[tuple[torch.dtype, torch.Size, str, str], tuple[int, int, bool]] = {}
         # Calls of the communication thread, in order, and the tensors they work on.
         self._pending: deque[tuple[list[_C.Work], tuple[Tensor, ...]]] = deque()
         self._futures: dict[int, tuple[Future[Tensor], Tensor]] = {}
@@ -227,7 +227,7 @@ class Communicator:
                 background_ns=(background.spin_ns, background.yield_ns),
                 first_epoch=first_epoch,
             )
-        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+        except _C.CannotShareError as error:
             problem = f"rank {self.rank} could not share memory: {error}"
         problems = self._group.all_gather_object(problem)
         # A rank that waited for another has a worse reason than the one that was waited for.
@@ -271,14 +271,13 @@ class Communicator:
             CommunicatorError: see :mod:`fastreduce.errors`.
         """
         core = self._core
-        if core is None or not tensor.is_cpu:
-            return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale)
         if not tensor.is_contiguous() or tensor.is_neg():
             self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
             return None
-        count = tensor.numel()
+        if core is None or not tensor.is_cpu:
+            return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale)
         key = (tensor.dtype, tensor.shape, op, algorithm)
-        plan, two_shot = self._plans.get(key) or self._plan(key)
+        plan, count, two_shot = self._plans.get(key) or self._plan(key)
         if scale != 1.0:
             _check_scale(scale, tensor)
         segment = self._shared.segment_of(tensor) if two_shot else NOT_SHARED
@@ -303,30 +302,30 @@ class Communicator:
                 consumer, a call of another communicator) is left with memory that is gone.
         """
         # A Future without devices would not make its reader's stream wait.
-        future: Future[Tensor] = Future(devices=None if tensor.is_cpu else [tensor.device])
+        future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
         try:
             self._submit_future(future, tensor, op, scale, move)
         except Exception as error:
-            self._errors.append(error)
-            future.set_exception(error)  # type: ignore[arg-type]
+            fail(future, error, self._errors)
         return future
 
     def _submit_future(
         self, future: Future[Tensor], tensor: Tensor, op: Op, scale: float, move: bool
     ) -> None:
+        if tensor.is_sparse:
+            raise ValueError("sparse gradients, or other sparse tensors, are not supported")
+        _check_dense("tensor", tensor)
+        _number("dtype", _DTYPES, tensor.dtype)
+        _number("op", _OPS, op)
+        _check_scale(scale, tensor)
         core = self._core
         if core is None or not tensor.is_cpu:
             self._refuse_if_deterministic("the process group")
             self._group.all_reduce_future(future, tensor, op, scale, self._errors)
             return
         core.refuse_child()
-        if tensor.is_sparse:
-            raise ValueError("sparse gradients, or other sparse tensors, are not supported")
-        _check_dense("tensor", tensor)
-        count = tensor.numel()
         key = (tensor.dtype, tensor.shape, op, "auto")
-        plan, two_shot = self._plans.get(key) or self._plan(key)
-        _check_scale(scale, tensor)
+        plan, count, two_shot = self._plans.get(key) or self._plan(key)
         segment = NOT_SHARED
         if two_shot:
             unless = (lambda: self._in_flight(tensor)) if move else None
@@ -416,7 +415,7 @@ class Communicator:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor in memory that the peers can map: calls on it are zero-copy. (One
-        so small that it always goes through the ranks' slots is an ordinary tensor.)
+        of a few KiB, up to where ``one_shot`` is the faster, is an ordinary tensor.)
 
         Not collective; works without /dev/shm. The memory is reserved here and given back when
         the tensor and its views are gone, after the next call.
@@ -463,6 +462,12 @@ class Communicator:
     ) -> None:
         # Peers may not come any more if this rank leaves because of an error.
         self._close(drain=kind is None)
+
+    def __getstate__(self) -> None:
+        raise TypeError(
+            "a Communicator holds connections to other processes and cannot be pickled or "
+            "deep-copied: of a DDP model with a hook, copy or save the module inside"
+        )
 
     def __repr__(self) -> str:
         path = "shared memory" if self.shared_memory else "process group"
@@ -517,6 +522,7 @@ class Communicator:
 
     def _in_flight(self, tensor: Tensor) -> bool:
         """Whether a call that has not ended holds a pointer into the tensor's storage."""
+        self._release()
         storage = tensor.untyped_storage()._cdata
         held = [each for _, tensors in list(self._pending) for each in tensors]
         held += [each for _, each in list(self._futures.values())]
@@ -528,17 +534,19 @@ class Communicator:
             while self._pending and self._pending[0][0] and self._pending[0][0][0].done():
                 self._pending.popleft()
 
-    def _plan(self, key: tuple[torch.dtype, torch.Size, str, str]) -> tuple[int, bool]:
-        """How to all-reduce such a tensor: the call's plan, and whether it is two_shot."""
+    def _plan(self, key: tuple[torch.dtype, torch.Size, str, str]) -> tuple[int, int, bool]:
+        """How to all-reduce such a tensor: the plan, the elements, and whether it is two_shot."""
         dtype, shape, op, name = key
         codes = _number("dtype", _DTYPES, dtype), _number("op", _OPS, op)
-        nbytes = shape.numel() * dtype.itemsize
+        count = shape.numel()
+        nbytes = count * dtype.itemsize
         if name == "auto":
             name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
         algorithm = _number("algorithm", _ALGORITHMS, name)
         if algorithm == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
             raise ValueError(f"one_shot: expected at most {policy.SLOT_BYTES} bytes, got {nbytes}")
-        plan = _C.plan(_ALL_REDUCE, *codes, algorithm, _checksum(shape)), algorithm == _TWO_SHOT
+        code = _C.plan(_ALL_REDUCE, *codes, algorithm, _checksum(shape))
+        plan = code, count, algorithm == _TWO_SHOT
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         if algorithm == _RING:
@@ -613,8 +621,7 @@ def _notify(
             try:
                 work.wait(timedelta(0))
             except Exception as error:
-                errors.append(error)
-                future.set_exception(error)  # type: ignore[arg-type]
+                fail(future, error, errors)
             else:
                 future.set_result(tensor)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fastreduce.communicator import Communicator
+from fastreduce.process_group import fail
 
 
 class HookState:
@@ -55,7 +56,7 @@ class HookState:
     def __getstate__(self) -> None:
         raise TypeError(
             "a HookState holds connections to other processes and cannot be pickled or "
-            "deep-copied: register the hook again on the copy of the model"
+            "deep-copied: copy or save the module inside the DDP model"
         )
 
 
@@ -80,13 +81,16 @@ def all_reduce_hook(
         averaged = communicator.all_reduce_future(bucket.buffer(), move=True)
     except Exception as error:
         averaged = torch.futures.Future()
-        averaged.set_exception(error)  # type: ignore[arg-type]
+        fail(averaged, error, [])
     # DDP reads the Future in C++, which knows an exception only if a callback has raised it.
     return averaged.then(_value)
 
 
 def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    return future.value()
+    try:
+        return future.value()
+    finally:
+        del future  # which holds the exception that would hold this frame
 
 
 def attach(

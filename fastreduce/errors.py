@@ -45,7 +45,7 @@ class MismatchError(CommunicatorError):
 
 
 class PeerLostError(CommunicatorError):
-    """A peer's process has ended."""
+    """A peer's process has ended, or runs another program."""
 
 
 class PeerClosedError(CommunicatorError):
@@ -103,7 +103,7 @@ def from_record(
         what = f"ranks disagree in call {epoch} of this communicator: {difference}"
     else:
         what = {
-            "lost": f"the process of rank {peer} has ended",
+            "lost": f"the process of rank {peer} has ended (or runs another program)",
             "closed": f"rank {peer} closed its communicator",
             "sibling": f"a thread of rank {found_by} gave up",
             "timeout": f"rank {peer} did not arrive before the timeout",

@@ -36,7 +36,7 @@ def _wide(tensor: Tensor, op: str) -> torch.dtype:
         return tensor.dtype
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return torch.float32
-    if op == "mean" and not tensor.is_floating_point():
+    if op == "mean" and tensor.dtype in (torch.uint8, torch.int32):
         return torch.int64
     return tensor.dtype
 
@@ -48,6 +48,15 @@ def _staged(tensor: Tensor, op: str, scale: float, *, in_place: bool) -> Tensor:
         if scale == 1.0:
             return given
         return given.mul_(scale) if in_place or given.dtype != tensor.dtype else given * scale
+
+
+def fail(future: Future[Tensor], error: Exception, errors: list[Exception]) -> None:
+    """Completes ``future`` with ``error``, which also becomes the first of ``errors`` if none is.
+    Without its traceback, whose frames hold the Future: nothing would ever free the two."""
+    error = error.with_traceback(None)
+    if not errors:
+        errors.append(error)
+    future.set_exception(error)  # type: ignore[arg-type]
 
 
 def _nothing() -> None:
@@ -65,14 +74,17 @@ class _Work:
     def wait(self, timeout: float | timedelta | None = None) -> None:
         if timeout is None:
             self._work.wait()
-        else:
-            limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        elif not self.is_completed():
+            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            # To a backend, 0 ms would mean for ever.
+            limit = timedelta(seconds=min(max(seconds, 0.001), 10 * 365 * 86400))
             try:
                 self._work.wait(limit)
             except RuntimeError as error:
-                if self._work.is_completed():
-                    raise
-                raise TimeoutError(f"the call has not completed after {limit}") from error
+                if not self._work.is_completed():
+                    raise TimeoutError(f"the call has not completed after {seconds} s") from error
+        if not self._waited:
+            self._work.wait()
         if not self._waited:
             self._waited = True
             self._finish()
@@ -129,8 +141,7 @@ class ProcessGroupTransport:
                 ended.value()
                 self._settle(tensor, summed, op)
             except Exception as error:
-                errors.append(error)
-                future.set_exception(error)  # type: ignore[arg-type]
+                fail(future, error, errors)
             else:
                 future.set_result(tensor)
 

@@ -113,6 +113,8 @@ def test_without_scikit_learn(capsys, monkeypatch):
 
 
 def test_interrupt_ends_all_processes(tmp_path):
+    # A shell's background processes, and what they start, would ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [*COMMAND, "15"],
         stdout=subprocess.PIPE,
@@ -127,6 +129,7 @@ def test_interrupt_ends_all_processes(tmp_path):
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
+        signal.signal(signal.SIGINT, before)
     assert process.returncode == 130
     assert errors.strip() == "interrupted"
     assert left_in(tmp_path) == []

@@ -177,7 +177,7 @@ def test_late_caller_learns_of_the_timeout(ranks):
     assert "rank 1 gave up" in late["text"]
 
 
-def handler_closes(what):
+def handler_closes(what, where="call"):
     """A signal handler that calls into the communicator while this rank waits in a call of it."""
     comm = fastreduce.Communicator(timeout=LONG)
     seen = []
@@ -192,12 +192,19 @@ def handler_closes(what):
             seen.append(str(error))
 
     signal.signal(signal.SIGALRM, handle)
+    tensor = torch.ones(4)
     if comm.rank == 0:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
     else:
         time.sleep(SHORT)
-    tensor = torch.ones(4)
-    if what == "close":
+    if where == "queue":
+        work = comm.all_reduce(tensor, async_op=True)
+    if where == "work":
+        work = comm.all_reduce(tensor, async_op=True)
+        with pytest.raises(fastreduce.PeerClosedError):
+            work.wait()
+        comm.close()
+    elif what == "close":
         with pytest.raises(fastreduce.PeerClosedError):
             comm.all_reduce(tensor)
         if comm.rank == 0:
@@ -211,8 +218,9 @@ def handler_closes(what):
     return seen
 
 
-def test_handler_closes_the_communicator(ranks):
-    assert ranks(2).run(handler_closes, "close") == [[], []]
+@pytest.mark.parametrize("where", ["call", "queue", "work"])
+def test_handler_closes_the_communicator(ranks, where):
+    assert ranks(2).run(handler_closes, "close", where) == [[], []]
 
 
 def test_handler_makes_a_call(ranks):
@@ -237,6 +245,29 @@ def test_peer_becomes_another_program(ranks):
         group.start(rank, other_program)
     assert group.result(0, timeout=LONG / 2)["peer"] == 1
     group.kill()
+
+
+def handler_raises_while_the_group_forms():
+    """What a signal handler raises is not taken for a reason to do without shared memory."""
+
+    class Preempted(TimeoutError):
+        pass
+
+    def handle(number, frame):
+        raise Preempted
+
+    if dist.get_rank() == 1:
+        module._C.HostCommunicator = lambda *args, **kwargs: time.sleep(LONG)
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(Preempted):
+        fastreduce.Communicator(timeout=LONG)
+
+
+def test_handler_raises_while_the_group_forms(ranks):
+    group = ranks(2)
+    group.run(handler_raises_while_the_group_forms)
+    group.failed = True  # gloo has half a call behind it
 
 
 def dies_while_the_group_forms(how):
@@ -351,10 +382,16 @@ def test_other_shapes_of_one_size(ranks, case):
         assert "of another shape" in error["text"]
 
 
+def interrupt_soon():
+    # A shell's background processes, and what they start, ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
 def interrupted():
     comm = fastreduce.Communicator(timeout=LONG)
     if comm.rank == 0:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
             comm.barrier()
         with pytest.raises(fastreduce.CommunicatorError, match="interrupted"):
@@ -529,7 +566,7 @@ def interrupted_in_the_queue():
             comm.barrier()
         return True
     comm.all_reduce(torch.ones(4), async_op=True)
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
         comm.barrier()
     return True
@@ -541,7 +578,7 @@ def interrupted_in_close():
         time.sleep(2)
         return True
     comm.all_reduce(torch.ones(4), async_op=True)
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
         comm.close()
     return True

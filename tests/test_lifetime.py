@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,25 @@ def moved_storages():
 
 def test_moved_storages_come_and_go(ranks):
     assert all(left <= 2 for left in ranks(2).run(moved_storages))
+
+
+def failed_futures():
+    """What a failed Future held is freed with it."""
+    references = []
+    for _ in range(3):
+        comm = fastreduce.Communicator(timeout=TIMEOUT)
+        tensor = torch.ones(4, dtype=torch.complex64)
+        with pytest.raises(TypeError):
+            comm.all_reduce_future(tensor).wait()
+        comm.close()
+        references += [weakref.ref(comm), weakref.ref(tensor)]
+        del comm, tensor
+    gc.collect()
+    return [reference() for reference in references]
+
+
+def test_failed_futures_are_freed(ranks):
+    assert ranks(2).run(failed_futures) == [[None] * 6] * 2
 
 
 def forks():
@@ -338,9 +358,9 @@ def test_hook_state_is_not_copied_silently(ranks):
 def copies():
     comm = fastreduce.Communicator(timeout=TIMEOUT)
     state = fastreduce.HookState(comm)
-    with pytest.raises(TypeError, match="register the hook again"):
+    with pytest.raises(TypeError, match="copy or save the module inside"):
         pickle.dumps(state)
-    with pytest.raises(TypeError, match="register the hook again"):
+    with pytest.raises(TypeError, match="copy or save the module inside"):
         copy.deepcopy(state)
     state.close()
     comm.barrier()  # still the caller's

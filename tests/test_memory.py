@@ -121,9 +121,12 @@ def readdressed():
     comm = fastreduce.Communicator(timeout=TIMEOUT)
     old, new = torch.zeros(COUNT).share_memory_(), torch.zeros(COUNT).share_memory_()
     assert averaged(comm, old)
-    known = comm._shared._segments
-    known[new.data_ptr()] = known.pop(old.data_ptr())
+    shared = comm._shared
+    first = shared.segment_of(old)
+    assert shared.segment_of(old) == first != memory.NOT_SHARED
+    shared._segments[new.data_ptr()] = shared._segments.pop(old.data_ptr())
     assert averaged(comm, new)
+    assert shared.segment_of(new) != first
     return averaged(comm, old) and averaged(comm, new)
 
 

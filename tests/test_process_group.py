@@ -94,15 +94,46 @@ def means():
         comm.reduce_scatter(half, large, "mean")
         assert half.tolist() == [value] * 2
         assert comm.all_reduce_future(large).wait().tolist() == [value] * 4
-    value = 2.0**-9 if comm.rank else 1.0
-    tensor = torch.full((2,), value, dtype=torch.bfloat16)
-    comm.all_reduce(tensor, "sum", scale=3.0)
-    assert tensor.tolist() == [3.0] * 2  # 3 + 3/512, rounded once
+    # 1 + 1/256 lies between two bfloat16, and would become 1 before it is multiplied.
+    tensor = torch.full((2,), 2.0**-8 if comm.rank else 1.0, dtype=torch.bfloat16)
+    comm.all_reduce(tensor, "sum", scale=1.5)
+    once = torch.tensor((1 + 2.0**-8) * 1.5, dtype=torch.bfloat16).item()
+    assert tensor.tolist() == [once] * 2 and once != 1.5
     comm.close()
 
 
 def test_means_do_not_overflow(ranks):
     ranks(2).run(means)
+
+
+def refused():
+    """What the kernels refuse is refused here too, and elements are matched by index."""
+    comm = on_two_hosts(lambda: fastreduce.Communicator(timeout=TIMEOUT))
+    for error, bad, op in [
+        (ValueError, torch.eye(3).to_sparse(), "sum"),
+        (TypeError, torch.ones(2, dtype=torch.complex64), "mean"),
+        (TypeError, torch.ones(2, dtype=torch.bool), "sum"),
+        (ValueError, torch.ones(2), "median"),
+        (ValueError, torch.ones(3, 2).t(), "sum"),
+    ]:
+        with pytest.raises(error):
+            comm.all_reduce_future(bad, op).wait()
+    values = torch.arange(6.0).view(2, 3).t()
+    tensor = values.contiguous() if comm.rank else values.clone(memory_format=torch.preserve_format)
+    comm.all_reduce(tensor, "sum")
+    assert torch.equal(tensor, values + values)
+    with pytest.raises(ValueError, match="contiguous"):
+        comm.all_reduce(torch.ones(3, 2).t(), async_op=True)
+    ddp = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
+    state = on_two_hosts(lambda: fastreduce.attach(ddp, timeout=TIMEOUT))
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        ddp(torch.tensor([1, 2])).sum().backward()
+    state.close()
+    comm.close()
+
+
+def test_refused(ranks):
+    ranks(2).run(refused)
 
 
 def late():
@@ -112,8 +143,11 @@ def late():
         time.sleep(1.5)
     work = comm.all_reduce(tensor, "sum", async_op=True)
     if comm.rank == 0:
-        with pytest.raises(TimeoutError, match="has not completed"):
-            work.wait(0.2)
+        for limit in (0.2, 0):
+            with pytest.raises(TimeoutError, match="has not completed"):
+                work.wait(limit)
+    work.wait(float("inf"))
+    assert tensor.tolist() == [2.0] * 4
     comm.close()
 
 
@@ -139,7 +173,7 @@ def no_memory():
     real = module._C.HostCommunicator
 
     def refuse(*args, **kwargs):
-        raise OSError("no descriptors left")
+        raise module._C.CannotShareError("no descriptors left")
 
     if dist.get_rank() == 1:
         module._C.HostCommunicator = refuse
