@@ -236,7 +236,7 @@ def test_exit(tmp_path, how):
     expected = [3 if how == "raise" else 0, 0]
     assert [process.returncode for process in processes] == expected, outputs
     if how == "raise":
-        assert outputs[1][0] == "told\n"
+        assert outputs[1][0].splitlines()[-1] == "told"  # gloo may print, too
     for _, errors in outputs:
         assert "Traceback" not in errors and "terminate" not in errors
 
