@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from fastreduce import _C, errors, policy
 from fastreduce.memory import NOT_SHARED, SharedTensors
-from fastreduce.process_group import ProcessGroupTransport, fail
+from fastreduce.process_group import ProcessGroupTransport, as_timedelta, fail
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -65,7 +65,7 @@ class _HostWork:
         self._release = release
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        limit = _as_timedelta(math.inf if timeout is None else timeout)
+        limit = as_timedelta(math.inf if timeout is None else timeout)
         if not self._work.wait(limit):
             raise TimeoutError(f"the call has not completed after {limit.total_seconds()} s")
         self._release()
@@ -137,7 +137,7 @@ class Communicator:
             raise ValueError("this process is not a member of the group")
         if threads is not None and not 1 <= threads <= _C.MAX_BLOCKS:
             raise ValueError(f"threads: expected 1 to {_C.MAX_BLOCKS}, got {threads}")
-        self.timeout = _as_timedelta(timeout)
+        self.timeout = as_timedelta(timeout)
         if self.timeout <= timedelta(0):
             raise ValueError(f"timeout: expected more than 0 s, got {timeout}")
         self.deterministic = deterministic
@@ -678,13 +678,6 @@ def _check_pair(
             f"{whole_name}: expected {world_size} times the {part.numel()} elements of "
             f"{part_name}, got {whole.numel()}"
         )
-
-
-def _as_timedelta(seconds: float | timedelta) -> timedelta:
-    """At most ten years: longer ones, infinity too, do not fit into the clock's nanoseconds."""
-    if isinstance(seconds, timedelta):
-        seconds = seconds.total_seconds()
-    return timedelta(seconds=min(seconds, 10 * 365 * 86400))
 
 
 def _read(path: str) -> str:

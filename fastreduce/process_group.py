@@ -50,6 +50,13 @@ def _staged(tensor: Tensor, op: str, scale: float, *, in_place: bool) -> Tensor:
         return given.mul_(scale) if in_place or given.dtype != tensor.dtype else given * scale
 
 
+def as_timedelta(seconds: float | timedelta) -> timedelta:
+    """At most ten years: longer ones, infinity too, do not fit into a clock's nanoseconds."""
+    if isinstance(seconds, timedelta):
+        seconds = seconds.total_seconds()
+    return timedelta(seconds=min(seconds, 10 * 365 * 86400))
+
+
 def fail(future: Future[Tensor], error: Exception, errors: list[Exception]) -> None:
     """Completes ``future`` with ``error``, which also becomes the first of ``errors`` if none is.
     Without its traceback, whose frames hold the Future: nothing would ever free the two."""
@@ -72,20 +79,17 @@ class _Work:
         self._waited = False
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        if timeout is None:
-            self._work.wait()
-        elif not self.is_completed():
-            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            # To a backend, 0 ms would mean for ever.
-            limit = timedelta(seconds=min(max(seconds, 0.001), 10 * 365 * 86400))
+        if timeout is not None and not self.is_completed():
+            limit = as_timedelta(timeout)
             try:
-                self._work.wait(limit)
+                # To a backend, 0 ms would mean for ever.
+                self._work.wait(max(limit, timedelta(milliseconds=1)))
             except RuntimeError as error:
                 if not self._work.is_completed():
+                    seconds = limit.total_seconds()
                     raise TimeoutError(f"the call has not completed after {seconds} s") from error
         if not self._waited:
             self._work.wait()
-        if not self._waited:
             self._waited = True
             self._finish()
 
