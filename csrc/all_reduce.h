@@ -12,11 +12,19 @@
 //                    twice the bytes, half of them from cache; one flag per piece
 //   ring             2 (N - 1) hops, each S / N, to the next neighbour only. For links that
 //                    are no full mesh. Sums in ring order, not in the tree's.
+//   low_latency      send own data in lines to all, reduce what arrives
+//                    writes 2 (N - 1) S, reads 2 (N - 1) S of its own; no flag at all, nothing to
+//                    wait for but the data. For some KiB, between processors that store 16
+//                    bytes at once.
+//   multimem         enter, the switch adds the own chunk of all buffers and stores the sum into
+//                    all, exit barrier
+//                    on a rank's link S in and S out, whatever N. The switch's order of adding.
 //
-// All but ring reduce with reduce.h's tree, so they give the same bits.
+// All but ring and multimem reduce with reduce.h's tree, so they give the same bits.
 #pragma once
 
 #include "channel.h"
+#include "lines.h"
 #include "reduce.h"
 
 namespace fastreduce {
@@ -25,15 +33,49 @@ inline namespace FR_ISA {
 // An `arithmetic` is a TypedArithmetic of reduce.h, or has its methods. Counts are elements.
 
 // After enter(): every rank's slot of this epoch holds its `count` elements. A slot is filled
-// before enter(), by all threads of the block and then block.all(), and not read after the call;
-// with two of them, by parity of the epoch, no closing barrier is needed (see enter()).
+// before enter(), and not read after the call; with two of them, by parity of the epoch, no
+// closing barrier is needed (see enter()).
 template <class Block, class Arithmetic>
 FR_BLOCK bool one_shot(Block& block, const View& view, const Arithmetic& arithmetic,
                        std::uint32_t epoch, char* out, std::size_t count) {
+  const std::size_t item = arithmetic.item_bytes();
+  const Range part = chunk_of(count, block.count(), block.index(), item);
+  const std::size_t begin = part.begin * item;
   arithmetic.reduce(
-      block, [=](int) { return out; }, 1, [&](int p) { return view.slot(p, epoch); }, view.world(),
-      count);
+      block, [=](int) { return out + begin; }, 1,
+      [&](int p) { return view.slot(p, epoch) + begin; }, view.world(), part.size());
   return true;
+}
+
+// After greet(), which every rank has made by the time its data can arrive. A message of this call
+// overwrites that of the call before the last, which everybody has read (see greet()).
+template <class Block, class Arithmetic>
+FR_BLOCK bool low_latency(Block& block, const View& view, const Arithmetic& arithmetic,
+                          std::uint32_t epoch, const Call& mine, const char* in, char* out) {
+  const std::size_t bytes = mine.count * arithmetic.item_bytes();
+  const Range part = part_of((bytes + kLineData - 1) / kLineData, block.count(), block.index(), 1);
+  for (std::size_t i = part.begin + block.thread(); i < part.end; i += block.threads()) {
+    const std::uint64_t data = load_word(in + i * kLineData, bytes - i * kLineData);
+    FR_ROLLED
+    for (int p = 0; p < view.world(); ++p)
+      if (p != view.rank) store_line(view.inbox(p, view.rank, epoch) + i, data, epoch);
+  }
+  if (!agree(block, view, epoch, mine)) return false;
+  const auto from = [&](int p) -> const DataLine* { return view.inbox(view.rank, p, epoch); };
+  return block.all(arithmetic.reduce_lines(block, out, in, from, view.rank, view.world(), part,
+                                           bytes, epoch));
+}
+
+// `everywhere` is an address at which a load reads, and a store writes, every rank's buffer. Elements
+// come in packs.
+template <class Block, class Arithmetic>
+FR_BLOCK bool multimem(Block& block, const View& view, const Arithmetic& arithmetic,
+                       char* everywhere, std::size_t count) {
+  const std::size_t item = arithmetic.item_bytes();
+  const Range chunk = chunk_of(count, view.world(), view.rank, item);
+  const Range part = chunk_of(chunk.size(), block.count(), block.index(), item);
+  arithmetic.reduce_everywhere(block, everywhere + (chunk.begin + part.begin) * item, part.size());
+  return barrier(block, view, Phase::exit);
 }
 
 // `buffers` are all ranks' own buffers, mapped here. A chunk is read and written by one rank
@@ -74,6 +116,7 @@ FR_BLOCK bool two_shot_staged(Block& block, const View& view, const Arithmetic& 
   };
   const auto fill = [&](std::size_t i) {
     const Range here = piece_of(part, i, piece);
+    FR_ROLLED
     for (int p = 0; p < world; ++p) {
       const Range chunk = chunk_of(here.size(), world, p, item);
       if (p != rank)
@@ -97,6 +140,7 @@ FR_BLOCK bool two_shot_staged(Block& block, const View& view, const Arithmetic& 
   };
   const auto finish = [&](std::size_t i) {
     const Range here = piece_of(part, i, piece);
+    FR_ROLLED
     for (int p = 0; p < world; ++p) {
       const Range chunk = chunk_of(here.size(), world, p, item);
       if (p != rank)

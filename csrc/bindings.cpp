@@ -1,16 +1,9 @@
 // Python bindings: pointers, counts and enum numbers in; nothing is decided here.
-#include <pybind11/chrono.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "bindings.h"
 
 #include "host_communicator.h"
 
-namespace py = pybind11;
-using namespace fastreduce;
-
 namespace {
-
-using Address = std::uintptr_t;
 
 // True if a Python signal handler raised; the exception stays set for the caller's return.
 bool check_signals() {
@@ -68,53 +61,17 @@ class Allocation {
   int id_ = -1;
 };
 
-// What stays the same in calls alike: kind, dtype, op and algorithm, a byte each, and the shape.
-std::uint64_t plan(int kind, int dtype, int op, int algorithm, std::uint32_t shape) {
-  const auto codes = static_cast<std::uint32_t>(kind | dtype << 8 | op << 16 | algorithm << 24);
-  return static_cast<std::uint64_t>(shape) << 32 | codes;
-}
-
-Call make_call(std::uint64_t plan, std::uint64_t count, int root, double scale, int segment) {
-  Call call;
-  call.kind = static_cast<Kind>(plan & 0xff);
-  call.dtype = static_cast<DType>(plan >> 8 & 0xff);
-  call.op = static_cast<Op>(plan >> 16 & 0xff);
-  call.algorithm = static_cast<Algorithm>(plan >> 24 & 0xff);
-  call.shape = static_cast<std::uint32_t>(plan >> 32);
-  call.root = root;
-  call.count = count;
-  call.scale = scale;
-  call.segment = segment;
-  return call;
-}
-
 // Why a communicator could not be made, as far as it is not what a signal handler raised.
 struct CannotShare : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-
-void raise_failure(const CallFailed& failed) {
-  const FailureRecord& r = failed.record;
-  const py::object error =
-      py::module_::import("fastreduce.errors")
-          .attr("from_record")(failed.rank, static_cast<int>(r.failure), static_cast<int>(r.field),
-                               static_cast<int>(r.kind), static_cast<int>(r.phase), r.written,
-                               r.rank, r.peer, r.epoch, r.expected, r.seen);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-}
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "fastreduce's kernels and shared memory; use the fastreduce package";
 
-  py::register_exception_translator([](std::exception_ptr p) {
-    try {
-      if (p) std::rethrow_exception(p);
-    } catch (const CallFailed& failed) {
-      raise_failure(failed);
-    }
-  });
+  translate_failures();
 
   py::register_exception<CannotShare>(m, "CannotShareError", PyExc_RuntimeError);
 
@@ -215,7 +172,8 @@ PYBIND11_MODULE(_C, m) {
       .def("run",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, int segment) {
-             const Call call = make_call(plan, count, root, scale, segment);
+             Call call = make_call(plan, count, root, scale);
+             call.segment = segment;
              uninterrupted([&] {
                self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
                         check_signals);
@@ -225,7 +183,8 @@ PYBIND11_MODULE(_C, m) {
       .def("submit",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, int segment, std::int64_t notify) {
-             const Call call = make_call(plan, count, root, scale, segment);
+             Call call = make_call(plan, count, root, scale);
+             call.segment = segment;
              py::gil_scoped_release release;
              return self.submit(call, reinterpret_cast<const void*>(in),
                                 reinterpret_cast<void*>(out), notify);

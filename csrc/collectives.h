@@ -14,10 +14,12 @@ inline namespace FR_ISA {
 template <class Block, class Arithmetic>
 FR_BLOCK bool reduce_scatter_one_shot(Block& block, const View& view, const Arithmetic& arithmetic,
                                       std::uint32_t epoch, char* out, std::size_t count) {
-  const std::size_t begin = view.rank * count * arithmetic.item_bytes();
+  const std::size_t item = arithmetic.item_bytes();
+  const Range part = chunk_of(count, block.count(), block.index(), item);
+  const std::size_t begin = (view.rank * count + part.begin) * item;
   arithmetic.reduce(
-      block, [=](int) { return out; }, 1, [&](int p) { return view.slot(p, epoch) + begin; },
-      view.world(), count);
+      block, [=](int) { return out + part.begin * item; }, 1,
+      [&](int p) { return view.slot(p, epoch) + begin; }, view.world(), part.size());
   return true;
 }
 
@@ -52,6 +54,7 @@ FR_BLOCK bool reduce_scatter_staged(Block& block, const View& view, const Arithm
   };
   const auto fill = [&](std::size_t i) {
     const Range here = piece_of(part, i, piece);
+    FR_ROLLED
     for (int p = 0; p < world; ++p)
       if (p != rank)
         copy(block, slot(rank, i, p), in + (p * count + here.begin) * item, here.size() * item);
@@ -71,7 +74,10 @@ FR_BLOCK bool reduce_scatter_staged(Block& block, const View& view, const Arithm
 template <class Block>
 FR_BLOCK bool all_gather_one_shot(Block& block, const View& view, std::uint32_t epoch, char* out,
                                   std::size_t count) {
-  for (int p = 0; p < view.world(); ++p) copy(block, out + p * count, view.slot(p, epoch), count);
+  const Range part = chunk_of(count, block.count(), block.index(), 1);
+  FR_ROLLED
+  for (int p = 0; p < view.world(); ++p)
+    copy(block, out + p * count + part.begin, view.slot(p, epoch) + part.begin, part.size());
   return true;
 }
 
@@ -80,6 +86,7 @@ template <class Block>
 FR_BLOCK bool all_gather(Block& block, const View& view, const void* const* inputs, char* out,
                          std::size_t count) {
   const Range part = chunk_of(count, block.count(), block.index(), 1);
+  FR_ROLLED
   for (int p = 0; p < view.world(); ++p)
     copy(block, out + p * count + part.begin, static_cast<const char*>(inputs[p]) + part.begin,
          part.size());
@@ -101,6 +108,7 @@ FR_BLOCK bool all_gather_staged(Block& block, const View& view, const char* in, 
   };
   const auto take = [&](std::size_t i) {
     const Range here = piece_of(part, i, piece);
+    FR_ROLLED
     for (int p = 0; p < view.world(); ++p)
       copy(block, out + p * count + here.begin, p == view.rank ? in + here.begin : slot(p, i),
            here.size());
@@ -112,7 +120,9 @@ FR_BLOCK bool all_gather_staged(Block& block, const View& view, const char* in, 
 template <class Block>
 FR_BLOCK bool broadcast_one_shot(Block& block, const View& view, std::uint32_t epoch, int root,
                                  char* out, std::size_t count) {
-  if (view.rank != root) copy(block, out, view.slot(root, epoch), count);
+  const Range part = chunk_of(count, block.count(), block.index(), 1);
+  if (view.rank != root)
+    copy(block, out + part.begin, view.slot(root, epoch) + part.begin, part.size());
   return true;
 }
 

@@ -60,6 +60,11 @@ template <>
 struct Element<Half> {
   using Acc = float;
   static FR_FN float load(Half value) {
+#if defined(__CUDA_ARCH__)
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(static_cast<std::uint16_t>(value)));
+    return wide;
+#else
     const std::uint32_t bits = static_cast<std::uint32_t>(value);
     const std::uint32_t magnitude = bits & 0x7fffu;
     const std::uint32_t sign = (bits & 0x8000u) << 16;
@@ -69,8 +74,14 @@ struct Element<Half> {
     const std::uint32_t special = (magnitude << 13) | 0x7f800000u;
     const std::uint32_t finite = magnitude < 0x400u ? float_bits(subnormal) : normal;
     return bits_float(sign | (magnitude >= 0x7c00u ? special : finite));
+#endif
   }
   static FR_FN Half store(float value) {
+#if defined(__CUDA_ARCH__)
+    std::uint16_t narrow;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
+    return static_cast<Half>(narrow);
+#else
     const std::uint32_t bits = float_bits(value);
     const std::uint32_t magnitude = bits & 0x7fffffffu;
     const std::uint32_t sign = (bits >> 16) & 0x8000u;
@@ -82,6 +93,7 @@ struct Element<Half> {
     const std::uint32_t quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
     const std::uint32_t special = magnitude > 0x7f800000u ? quiet_nan : 0x7c00u;
     return static_cast<Half>(sign | (magnitude >= 0x477ff000u ? special : finite));
+#endif
   }
 };
 

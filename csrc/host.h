@@ -80,7 +80,7 @@ using BucketKernel = void (*)(HostBlock&, DType tensor, DType flat, void* buffer
 // What is compiled once per instruction set.
 struct Kernels {
   const char* name;
-  bool (*run)(HostBlock&, const View&, const Job&);
+  bool (*run)(HostBlock&, const View&, const Job&, std::uint32_t epoch);
   BucketKernel pack;
   BucketKernel unpack;
 };

@@ -121,19 +121,7 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
   const Descriptor own = create_segment(bytes);
   areas_[rank] = Mapping(own.get(), bytes);
   view_.area[rank] = areas_[rank].data();
-  // Flags begin where the counters do. They count calls from options.first_epoch.
-  const auto begin = [&](Flag& flag) { flag.value = options.first_epoch; };
-  new (&view_.failure(rank)) FailureRecord();
-  for (int p = 0; p < world; ++p) {
-    begin(view_.announcement(rank, p, 0).flag);
-    begin(view_.announcement(rank, p, 1).flag);
-    begin(view_.claim(rank, p));
-    for (int b = 0; b < options.blocks; ++b) {
-      begin(view_.step(rank, b, p));
-      begin(view_.tail(rank, b, p));
-      begin(view_.head(rank, b, p));
-    }
-  }
+  initialise(view_, options.first_epoch);
 
   peers_ = Peers(listener, rank, addresses, processes, token, deadline, interrupted);
   try {
@@ -353,49 +341,6 @@ void HostCommunicator::give_up(FailureRecord record, bool written) {
   throw CallFailed{record, view_.rank};
 }
 
-namespace {
-
-// How many elements and bytes the tensors of a call have.
-std::size_t input_bytes(const Call& call, int world) {
-  const std::size_t bytes = call.count * item_bytes(call.dtype);
-  return call.kind == Kind::reduce_scatter ? bytes * world : bytes;
-}
-
-struct Difference {
-  Field field = Field::none;
-  std::uint64_t expected = 0;
-  std::uint64_t seen = 0;
-};
-
-std::uint64_t bits(double value) {
-  std::uint64_t word;
-  std::memcpy(&word, &value, sizeof word);
-  return word;
-}
-
-Difference compare(const Call& a, const Call& b) {
-  const auto number = [](auto value) { return static_cast<std::uint64_t>(value); };
-  const struct {
-    Field field;
-    std::uint64_t a;
-    std::uint64_t b;
-  } rows[] = {
-      {Field::kind, number(a.kind), number(b.kind)},
-      {Field::dtype, number(a.dtype), number(b.dtype)},
-      {Field::op, number(a.op), number(b.op)},
-      {Field::root, number(a.root), number(b.root)},
-      {Field::count, a.count, b.count},
-      {Field::shape, a.shape, b.shape},
-      {Field::scale, bits(a.scale), bits(b.scale)},
-      {Field::algorithm, number(a.algorithm), number(b.algorithm)},
-  };
-  for (const auto& row : rows)
-    if (row.a != row.b) return {row.field, row.a, row.b};
-  return {};
-}
-
-}  // namespace
-
 void HostCommunicator::execute(Call call, const void* in, void* out, const Watch& plan) {
   const std::size_t bytes = input_bytes(call, view_.world());
   const bool one_shot = call.algorithm == Algorithm::one_shot;
@@ -404,33 +349,33 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
                                 std::to_string(view_.layout.slot_bytes) + " bytes, got " +
                                 std::to_string(bytes));
   Job job;
-  job.epoch = ++epoch_;
+  ++epoch_;
   job.in = in;
   job.out = out;
   begun_ = progress_;
   calls_[view_.rank] = call;
   Watch watch = plan;
   watch.kind = call.kind;
-  watch.epoch = job.epoch;
+  watch.epoch = epoch_;
   FailureRecord record;
   record.kind = call.kind;
-  record.epoch = job.epoch;
+  record.epoch = epoch_;
   try {
     if (!one_shot) locate(call, in, bytes);
     if (call.segment >= 0 || removals_waiting_) send_messages(call.segment);
     call.messages = messages_sent_;
     job.call = call;
     if (one_shot && bytes != 0 && (call.kind != Kind::broadcast || call.root == view_.rank))
-      std::memcpy(view_.slot(view_.rank, job.epoch), in, bytes);
+      std::memcpy(view_.slot(view_.rank, epoch_), in, bytes);
 
     HostBlock leader(watch, progress_[0], 0, 1);
     Call* const calls = calls_.data();
-    if (!enter(leader, view_, job.epoch, call, calls)) give_up(leader.failure());
+    if (!enter(leader, view_, epoch_, call, calls)) give_up(leader.failure());
     const int failed = failed_peer(view_);
     if (failed >= 0) give_up(view_.failure(failed));
     for (int p = 1; p < view_.world(); ++p) {
       if (std::memcmp(&calls[0], &calls[p], offsetof(Call, segment)) == 0) continue;
-      const Difference difference = compare(calls[0], calls[p]);
+      const Difference difference = differ(calls[0], calls[p]);
       record.failure = Failure::mismatch;
       record.field = difference.field;
       record.peer = p;
@@ -447,7 +392,7 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
         last == static_cast<std::uint32_t>(State::open) ? Failure::lost : Failure::closed;
     record.rank = view_.rank;
     record.peer = left.peer;
-    record.expected = record.seen = job.epoch;
+    record.expected = record.seen = epoch_;
     give_up(record);
   } catch (...) {
     // Not a protocol's failure but this machine's. Peers must not wait for this rank.
@@ -469,7 +414,7 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Call* calls, c
   if (job.call.algorithm == Algorithm::two_shot) resolve(job, calls);
 
   if (job.direct && call.kind == Kind::all_reduce) {
-    const int failed = claim_peers(view_, job.epoch);
+    const int failed = claim_peers(view_, epoch_);
     if (failed >= 0) give_up(view_.failure(failed));
   }
   const bool staged = job.call.algorithm == Algorithm::two_shot && !job.direct;
@@ -518,7 +463,7 @@ bool HostCommunicator::run_blocks(const Job& job, const Watch& plan, int count,
     help_wanted_.notify_all();
   }
   HostBlock block(watch, progress_[0], 0, count);
-  const bool complete = kernels().run(block, view_, job);
+  const bool complete = kernels().run(block, view_, job, watch.epoch);
   if (!complete) {
     *failure = block.failure();
     block_failed_ = true;
@@ -548,7 +493,7 @@ void HostCommunicator::help(int index) {
     const int count = help_blocks_;
     lock.unlock();
     HostBlock block(watch, progress_[index], index, count);
-    if (!kernels().run(block, view_, job)) block_failed_ = true;
+    if (!kernels().run(block, view_, job, watch.epoch)) block_failed_ = true;
     lock.lock();
     help_failures_[index] = block.failure();
     if (--help_left_ == 0) help_done_.notify_all();

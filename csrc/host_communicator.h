@@ -17,12 +17,6 @@
 
 namespace fastreduce {
 
-// A call that could not be completed.
-struct CallFailed {
-  FailureRecord record;
-  int rank;  // who reports it; record.rank is who found it
-};
-
 class HostCommunicator;
 
 // A call in the queue of the communication thread.

@@ -67,12 +67,36 @@ class HostArithmeticOf final : public HostArithmetic {
   TypedArithmetic<T, O> typed_;
 };
 
+// Which protocol a call runs.
+bool reduce(HostBlock& block, const View& view, const HostArithmetic& arithmetic, const Job& job,
+            std::uint32_t epoch) {
+  const auto* in = static_cast<const char*>(job.in);
+  auto* out = static_cast<char*>(job.out);
+  const std::size_t count = job.call.count;
+  if (job.call.algorithm == Algorithm::ring) return ring(block, view, arithmetic, in, out, count);
+  if (job.call.algorithm == Algorithm::one_shot || job.direct)
+    return reduce_direct(block, view, arithmetic, job, job.peers, epoch);
+  if (job.call.kind == Kind::reduce_scatter)
+    return reduce_scatter_staged(block, view, arithmetic, in, out, count);
+  return two_shot_staged(block, view, arithmetic, in, out, count, job.far);
+}
+
+bool transfer(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
+  const std::size_t bytes = job.call.count * item_bytes(job.call.dtype);
+  const auto* in = static_cast<const char*>(job.in);
+  auto* out = static_cast<char*>(job.out);
+  if (job.call.algorithm == Algorithm::one_shot || job.direct)
+    return transfer_direct(block, view, job, job.peers, epoch);
+  if (job.call.kind == Kind::all_gather) return all_gather_staged(block, view, in, out, bytes);
+  return broadcast_staged(block, view, job.call.root, out, bytes);
+}
+
 template <class T>
-bool run_typed(HostBlock& block, const View& view, const Job& job) {
+bool run_typed(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
   const auto run = [&](auto op) {
     const auto typed = arithmetic_of<T, decltype(op)>(job.call, view.world());
     const HostArithmeticOf<T, decltype(op)> arithmetic(typed);
-    return run_reduction<HostBlock, HostArithmetic>(block, view, job, arithmetic);
+    return reduce(block, view, arithmetic, job, epoch);
   };
   switch (job.call.op) {
     case Op::min:
@@ -86,26 +110,26 @@ bool run_typed(HostBlock& block, const View& view, const Job& job) {
   return run(Sum());
 }
 
-bool run(HostBlock& block, const View& view, const Job& job) {
+bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
   if (job.call.kind != Kind::all_reduce && job.call.kind != Kind::reduce_scatter)
-    return run_transfer(block, view, job);
+    return transfer(block, view, job, epoch);
   switch (job.call.dtype) {
     case DType::float32:
-      return run_typed<float>(block, view, job);
+      return run_typed<float>(block, view, job, epoch);
     case DType::float64:
-      return run_typed<double>(block, view, job);
+      return run_typed<double>(block, view, job, epoch);
     case DType::float16:
-      return run_typed<Half>(block, view, job);
+      return run_typed<Half>(block, view, job, epoch);
     case DType::bfloat16:
-      return run_typed<BFloat16>(block, view, job);
+      return run_typed<BFloat16>(block, view, job, epoch);
     case DType::int32:
-      return run_typed<std::int32_t>(block, view, job);
+      return run_typed<std::int32_t>(block, view, job, epoch);
     case DType::int64:
-      return run_typed<std::int64_t>(block, view, job);
+      return run_typed<std::int64_t>(block, view, job, epoch);
     case DType::uint8:
       break;
   }
-  return run_typed<std::uint8_t>(block, view, job);
+  return run_typed<std::uint8_t>(block, view, job, epoch);
 }
 
 // Calls visit(From{}, To{}) with the element types; only floating types differ from each other.

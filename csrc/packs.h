@@ -3,11 +3,17 @@
 #pragma once
 
 #include "element.h"
+#include "lines.h"
 
 namespace fastreduce {
 inline namespace FR_ISA {
 
 constexpr int kPackBytes = 16;
+
+// How many elements a thread handles at once. Half a pack of bytes: their accumulators are four
+// times as large, and have to fit into the registers of a GPU's thread.
+template <class T>
+constexpr int kItemsOf = sizeof(T) == 1 ? 8 : kPackBytes / sizeof(T);
 
 // N neighbouring elements, moved at once.
 template <class T, int N>
@@ -15,13 +21,36 @@ struct alignas(N * sizeof(T)) Items {
   T item[N];
 };
 
+// A GPU moves a whole pack with one instruction; told of its elements alone, its compiler may not.
 template <int N, class T>
 FR_FN Items<T, N> load_items(const T* from) {
-  return *reinterpret_cast<const Items<T, N>*>(from);
+  Items<T, N> value;
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof value == kPackBytes) {
+    std::uint32_t word[4];
+    asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "l"(from));
+    std::memcpy(&value, word, sizeof value);
+    return value;
+  }
+#endif
+  value = *reinterpret_cast<const Items<T, N>*>(from);
+  return value;
 }
 
 template <int N, class T>
 FR_FN void store_items(T* to, const Items<T, N>& value) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof value == kPackBytes) {
+    std::uint32_t word[4];
+    std::memcpy(word, &value, sizeof value);
+    asm volatile("st.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]),
+                 "r"(word[2]), "r"(word[3])
+                 : "memory");
+    return;
+  }
+#endif
   *reinterpret_cast<Items<T, N>*>(to) = value;
 }
 
@@ -55,6 +84,7 @@ FR_BLOCK Items<T, N> reduced(const From& from, int count, std::size_t i, const S
   constexpr int kLevels = 7;
   static_assert((1 << kLevels) > kMaxRanks, "a level for every power of two of ranks");
   A level[kLevels][N] = {};
+  FR_ROLLED
   for (int k = 0; k < count; ++k) {
     const Items<T, N> in = load_items<N>(reinterpret_cast<const T*>(from(k)) + i);
     A carry[N];
@@ -89,70 +119,162 @@ FR_BLOCK Items<T, N> reduced(const From& from, int count, std::size_t i, const S
   return out;
 }
 
-// The tree over `Count` inputs, known to the compiler. A thread loads several packs of every
-// input before it uses the first: a GPU hides the latency of memory by what is in flight.
-template <class T, class Op, int Count, class Block, class To, class From, class S>
-FR_BLOCK void reduce_packs(Block& block, const To& to, int stores, const From& from,
-                           std::size_t packs, const S& scale) {
-  constexpr int kItems = kPackBytes / sizeof(T);
-  constexpr int kAhead = Count >= 8 ? 1 : 8 / Count;
-  const std::size_t stride = block.threads();
-  const T* source[Count];
-  FR_UNROLL
-  for (int k = 0; k < Count; ++k) source[k] = reinterpret_cast<const T*>(from(k));
-  const auto step = [&](std::size_t first, auto ahead) {
-    constexpr int kNow = decltype(ahead)::kItems;
-    Items<T, kItems> in[kNow][Count];
+// The packs that a thread has in flight at once, of all inputs together: a GPU hides the latency of
+// memory by them.
+constexpr int kInFlight = 8;
+
+// The tree over the leaves of one pack: `count` of them, at most Width, a power of two. A missing
+// right side leaves the left one as it is.
+template <class Op, int Width, class A>
+FR_FN A tree_up_to(const A (&leaf)[Width], int count) {
+  if constexpr (Width == 1) {
+    return leaf[0];
+  } else {
+    A above[Width / 2];
     FR_UNROLL
-    for (int a = 0; a < kNow; ++a) {
+    for (int i = 0; i < Width / 2; ++i)
+      above[i] = 2 * i + 1 < count ? Op::apply(leaf[2 * i], leaf[2 * i + 1]) : leaf[2 * i];
+    return tree_up_to<Op, Width / 2>(above, (count + 1) / 2);
+  }
+}
+
+// Every output's packs out of those of `count` inputs, at most Width, a power of two. A thread loads
+// kInFlight packs before it uses the first.
+template <class T, class Op, int Width, class Block, class To, class From, class S>
+FR_BLOCK void reduce_packs(Block& block, const To& to, int stores, const From& from, int count,
+                           std::size_t packs, const S& scale) {
+  constexpr int kItems = kItemsOf<T>;
+  constexpr int kAhead = kInFlight / Width;
+  const std::size_t stride = block.threads();
+  const T* source[Width];
+  FR_UNROLL
+  for (int k = 0; k < Width; ++k)
+    source[k] = reinterpret_cast<const T*>(from(k < count ? k : 0));
+  FR_ROLLED
+  for (std::size_t first = block.thread(); first < packs; first += kAhead * stride) {
+    Items<T, kItems> in[kAhead][Width];
+    FR_UNROLL
+    for (int a = 0; a < kAhead; ++a) {
+      const std::size_t p = first + a * stride;
       FR_UNROLL
-      for (int k = 0; k < Count; ++k)
-        in[a][k] = load_items<kItems>(source[k] + (first + a * stride) * kItems);
+      for (int k = 0; k < Width; ++k)
+        if (k < count && p < packs) in[a][k] = load_items<kItems>(source[k] + p * kItems);
     }
     FR_UNROLL
-    for (int a = 0; a < kNow; ++a) {
+    for (int a = 0; a < kAhead; ++a) {
+      const std::size_t p = first + a * stride;
+      if (p >= packs) break;
       Items<T, kItems> out;
       FR_UNROLL
       for (int j = 0; j < kItems; ++j) {
-        const auto leaf = [&](int k) { return scale.input(Element<T>::load(in[a][k].item[j])); };
-        out.item[j] = store_reduced<T>(scale.result(tree<Op, 0, Count>(leaf)));
+        AccOf<T> leaf[Width];
+        FR_UNROLL
+        for (int k = 0; k < Width; ++k) leaf[k] = scale.input(Element<T>::load(in[a][k].item[j]));
+        out.item[j] = store_reduced<T>(scale.result(tree_up_to<Op, Width>(leaf, count)));
       }
-      for (int k = 0; k < stores; ++k)
-        store_items(reinterpret_cast<T*>(to(k)) + (first + a * stride) * kItems, out);
+      FR_ROLLED
+      for (int k = 0; k < stores; ++k) store_items(reinterpret_cast<T*>(to(k)) + p * kItems, out);
     }
-  };
-  std::size_t p = block.thread();
-  for (; p + (kAhead - 1) * stride < packs; p += kAhead * stride) step(p, Width<kAhead>{});
-  for (; p < packs; p += stride) step(p, Width<1>{});
+  }
 }
 
 template <class T, class Op, class Block, class To, class From, class S>
 FR_BLOCK void reduce_dealt(Block& block, const To& to, int stores, const From& from, int count,
                            std::size_t n, const S& scale) {
-  bool aligned = true;
+  constexpr int kItems = kItemsOf<T>;
+  bool aligned = count <= kInFlight;
+  FR_ROLLED
   for (int k = 0; k < count; ++k) aligned = aligned && on_packs(from(k));
+  FR_ROLLED
   for (int k = 0; k < stores; ++k) aligned = aligned && on_packs(to(k));
-  const std::size_t packs = aligned ? n * sizeof(T) / kPackBytes : 0;
-  std::size_t done = packs * (kPackBytes / sizeof(T));
-  if (count == 2)
-    reduce_packs<T, Op, 2>(block, to, stores, from, packs, scale);
-  else if (count == 4)
-    reduce_packs<T, Op, 4>(block, to, stores, from, packs, scale);
-  else if (count == 8)
-    reduce_packs<T, Op, 8>(block, to, stores, from, packs, scale);
+  const std::size_t packs = aligned ? n / kItems : 0;
+  if (count <= 2)
+    reduce_packs<T, Op, 2>(block, to, stores, from, count, packs, scale);
+  else if (count <= 4)
+    reduce_packs<T, Op, 4>(block, to, stores, from, count, packs, scale);
   else
-    done = 0;
-  constexpr int kItems = kPackBytes / sizeof(AccOf<T>);
-  deal<kItems>(block, done, n, aligned, [&](std::size_t i, auto width) {
-    constexpr int kNow = decltype(width)::kItems;
-    const Items<T, kNow> out = reduced<T, Op, kNow>(from, count, i, scale);
+    reduce_packs<T, Op, 8>(block, to, stores, from, count, packs, scale);
+  FR_ROLLED
+  for (std::size_t i = packs * kItems + block.thread(); i < n; i += block.threads()) {
+    const Items<T, 1> out = reduced<T, Op, 1>(from, count, i, scale);
+    FR_ROLLED
     for (int k = 0; k < stores; ++k) store_items(reinterpret_cast<T*>(to(k)) + i, out);
-  });
+  }
+}
+
+// Eight bytes, or what is left of them at the end of a tensor.
+FR_FN std::uint64_t load_word(const char* from, std::size_t left) {
+  std::uint64_t word = 0;
+  if (left >= sizeof word && reinterpret_cast<std::uintptr_t>(from) % sizeof word == 0)
+    return *reinterpret_cast<const std::uint64_t*>(__builtin_assume_aligned(from, sizeof word));
+  FR_UNROLL
+  for (std::size_t b = 0; b < sizeof word; ++b)
+    if (b < left) word |= std::uint64_t(static_cast<unsigned char>(from[b])) << 8 * b;
+  return word;
+}
+
+FR_FN void store_word(char* to, std::uint64_t word, std::size_t left) {
+  if (left >= sizeof word && reinterpret_cast<std::uintptr_t>(to) % sizeof word == 0) {
+    *reinterpret_cast<std::uint64_t*>(to) = word;
+    return;
+  }
+  FR_UNROLL
+  for (std::size_t b = 0; b < sizeof word; ++b)
+    if (b < left) to[b] = static_cast<char>(word >> 8 * b);
+}
+
+// The lines of `part` of a message of `bytes` bytes: the own data at `rank`, the others' as they
+// arrive. At most kInFlight ranks.
+template <class T, class Op, class Block, class From, class S>
+FR_BLOCK bool reduce_lines(Block& block, char* out, const char* own, const From& from, int rank,
+                           int count, Range part, std::size_t bytes, std::uint32_t epoch,
+                           const S& scale) {
+  constexpr int kItems = kLineData / sizeof(T);
+  FR_ROLLED
+  for (std::size_t i = part.begin + block.thread(); i < part.end; i += block.threads()) {
+    const std::size_t at = i * kLineData;
+    std::uint64_t word[kInFlight];
+    auto pause = block.pause();
+    for (;;) {
+      int missing = -1;
+      std::uint32_t found = 0;
+      FR_UNROLL
+      for (int k = 0; k < kInFlight; ++k) {
+        std::uint32_t seen = 0;
+        word[k] = 0;
+        if (k >= count || k == rank) continue;
+        if (block.template arrived<false>(from(k) + i, epoch, word[k], seen)) continue;
+        missing = k;
+        found = seen;
+      }
+      if (missing < 0) break;
+      if (!block.more(pause, missing, Phase::reduce, epoch, found)) return false;
+    }
+    const std::uint64_t mine = load_word(own + at, bytes - at);
+    std::uint64_t result = 0;
+    FR_UNROLL
+    for (int j = 0; j < kItems; ++j) {
+      AccOf<T> leaf[kInFlight];
+      FR_UNROLL
+      for (int k = 0; k < kInFlight; ++k) {
+        const std::uint64_t bits = (k == rank ? mine : word[k]) >> 8 * sizeof(T) * j;
+        T item;
+        std::memcpy(&item, &bits, sizeof item);
+        leaf[k] = scale.input(Element<T>::load(item));
+      }
+      const T reduced = store_reduced<T>(scale.result(tree_up_to<Op, kInFlight>(leaf, count)));
+      std::uint64_t bits = 0;
+      std::memcpy(&bits, &reduced, sizeof reduced);
+      result |= bits << 8 * sizeof(T) * j;
+    }
+    store_word(out + at, result, bytes - at);
+  }
+  return true;
 }
 
 // Bytes, in the largest units in which both sides lie alike.
-template <class Block>
-FR_BLOCK void copy_dealt(Block& block, char* to, const char* from, std::size_t bytes) {
+FR_OUT_OF_LINE void copy_dealt(int thread, int threads, char* to, const char* from,
+                               std::size_t bytes) {
   const auto target = reinterpret_cast<std::uintptr_t>(to);
   const auto source = reinterpret_cast<std::uintptr_t>(from);
   const auto in_units = [&](auto unit) {
@@ -164,8 +286,8 @@ FR_BLOCK void copy_dealt(Block& block, char* to, const char* from, std::size_t b
     const std::size_t units = (bytes - begin) / kUnit;
     auto* out = reinterpret_cast<Unit*>(to + begin);
     const auto* in = reinterpret_cast<const Unit*>(from + begin);
-    const std::size_t stride = block.threads();
-    std::size_t p = block.thread();
+    const std::size_t stride = threads;
+    std::size_t p = thread;
     for (; p + (kAhead - 1) * stride < units; p += kAhead * stride) {
       Unit held[kAhead];
       FR_UNROLL
@@ -174,8 +296,8 @@ FR_BLOCK void copy_dealt(Block& block, char* to, const char* from, std::size_t b
       for (int a = 0; a < kAhead; ++a) out[p + a * stride] = held[a];
     }
     for (; p < units; p += stride) out[p] = in[p];
-    for (std::size_t i = block.thread(); i < begin; i += stride) to[i] = from[i];
-    for (std::size_t i = begin + units * kUnit + block.thread(); i < bytes; i += stride)
+    for (std::size_t i = thread; i < begin; i += stride) to[i] = from[i];
+    for (std::size_t i = begin + units * kUnit + thread; i < bytes; i += stride)
       to[i] = from[i];
   };
   if ((target - source) % kPackBytes == 0)

@@ -25,7 +25,7 @@ template <class Block>
 FR_BLOCK void copy(Block& block, char* to, const char* from, std::size_t bytes) {
   if (to == from) return;
   if constexpr (Block::kPacks)
-    if (block.packs()) return copy_dealt(block, to, from, bytes);
+    if (block.packs()) return copy_dealt(block.thread(), block.threads(), to, from, bytes);
 #if !defined(__CUDACC__)
   const Range share = share_of(block, bytes, 1);
   if (share.size() != 0) std::memcpy(to + share.begin, from + share.begin, share.size());
@@ -73,6 +73,14 @@ class TypedArithmetic {
     for (int k = 0; k < stores; ++k) out[k] = reinterpret_cast<T*>(to(k)) + share.begin;
     reduce_serial<T, Op>(out, stores, in, count, share.size(), scale_);
 #endif
+  }
+
+  // The same for low_latency(), out of lines; see packs.h. False: given up.
+  template <class Block, class From>
+  FR_BLOCK bool reduce_lines(Block& block, char* out, const char* own, const From& from, int rank,
+                             int count, Range part, std::size_t bytes, std::uint32_t epoch) const {
+    return fastreduce::reduce_lines<T, Op>(block, out, own, from, rank, count, part, bytes, epoch,
+                                           scale_);
   }
 
   // A partial out of this rank's own elements.

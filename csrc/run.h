@@ -1,8 +1,6 @@
 // Which protocol a call runs.
 #pragma once
 
-#include <limits>
-
 #include "all_reduce.h"
 #include "collectives.h"
 
@@ -11,7 +9,6 @@ namespace fastreduce {
 // One call, as the blocks of a rank run it.
 struct Job {
   Call call;
-  std::uint32_t epoch = 0;
   const void* in = nullptr;
   void* out = nullptr;
   bool direct = false;     // `peers` holds every rank's tensor, mapped here
@@ -19,31 +16,48 @@ struct Job {
   bool far = false;        // the ranks' cores share no cache
 };
 
-FR_FN std::size_t item_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::float64:
-    case DType::int64:
-      return 8;
-    case DType::float32:
-    case DType::int32:
-      return 4;
-    case DType::float16:
-    case DType::bfloat16:
-      return 2;
-    case DType::uint8:
-      break;
-  }
-  return 1;
+// What a rank's tensor for a call has in bytes before it.
+FR_FN std::size_t input_bytes(const Call& call, int world) {
+  const std::size_t bytes = call.count * item_bytes(call.dtype);
+  return call.kind == Kind::reduce_scatter ? bytes * world : bytes;
 }
 
 inline namespace FR_ISA {
+
+// This block's part of the own slot of a one-shot call: all that it reads of its peers' slots.
+template <class Block>
+FR_BLOCK void fill_slot(Block& block, const View& view, const Job& job, std::uint32_t epoch) {
+  const Call& call = job.call;
+  if (call.kind == Kind::broadcast && call.root != view.rank) return;
+  const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce_scatter;
+  const std::size_t item = reduces ? item_bytes(call.dtype) : 1;
+  const std::size_t each = call.count * item_bytes(call.dtype) / item;
+  const Range part = chunk_of(each, block.count(), block.index(), item);
+  const int chunks = call.kind == Kind::reduce_scatter ? view.world() : 1;
+  for (int c = 0; c < chunks; ++c) {
+    const std::size_t begin = (c * each + part.begin) * item;
+    copy(block, view.slot(view.rank, epoch) + begin, static_cast<const char*>(job.in) + begin,
+         part.size() * item);
+  }
+}
+
+FR_FN float default_nan(float) { return bits_float(0x7fc00000u); }
+FR_FN double default_nan(double) { return default_nan(0.0f); }
+
+// Opens a call that no leader announces for all blocks: every rank's block has begun the same one,
+// and what it reads of its peers is in place. False: given up.
+template <class Block>
+FR_BLOCK bool open(Block& block, const View& view, const Job& job, std::uint32_t epoch) {
+  if (job.call.algorithm == Algorithm::one_shot) fill_slot(block, view, job, epoch);
+  greet(block, view, epoch, job.call);
+  return agree(block, view, epoch, job.call);
+}
 
 // The factors of a call in the accumulator's type. A NaN is made the default one, see
 // store_reduced().
 template <class A>
 FR_FN Scale<A> scale_of(const Scale<A>*, const Call& call, int world) {
-  const A before =
-      call.scale == call.scale ? static_cast<A>(call.scale) : std::numeric_limits<A>::quiet_NaN();
+  const A before = call.scale == call.scale ? static_cast<A>(call.scale) : default_nan(A());
   return {before, call.op == Op::mean ? A(1) / static_cast<A>(world) : A(1)};
 }
 
@@ -57,52 +71,36 @@ FR_FN TypedArithmetic<T, O> arithmetic_of(const Call& call, int world) {
   return TypedArithmetic<T, O>(scale_of(static_cast<const ScaleOf<T>*>(nullptr), call, world));
 }
 
-// An all-reduce or a reduce-scatter, after enter().
+// What a call does after enter(), out of the slots of a one-shot call or by way of `peers`, which holds
+// every rank's tensor, mapped here.
 template <class Block, class Arithmetic>
-FR_BLOCK bool run_reduction(Block& block, const View& view, const Job& job,
-                            const Arithmetic& arithmetic) {
-  const auto* in = static_cast<const char*>(job.in);
+FR_BLOCK bool reduce_direct(Block& block, const View& view, const Arithmetic& arithmetic,
+                            const Job& job, void* const* peers, std::uint32_t epoch) {
   auto* out = static_cast<char*>(job.out);
   const std::size_t count = job.call.count;
+  const bool slots = job.call.algorithm == Algorithm::one_shot;
   if (job.call.kind == Kind::reduce_scatter) {
-    if (job.call.algorithm == Algorithm::one_shot)
-      return reduce_scatter_one_shot(block, view, arithmetic, job.epoch, out, count);
-    if (job.direct) return reduce_scatter(block, view, arithmetic, job.peers, out, count);
-    return reduce_scatter_staged(block, view, arithmetic, in, out, count);
+    if (slots) return reduce_scatter_one_shot(block, view, arithmetic, epoch, out, count);
+    return reduce_scatter(block, view, arithmetic, peers, out, count);
   }
-  switch (job.call.algorithm) {
-    case Algorithm::one_shot:
-      return one_shot(block, view, arithmetic, job.epoch, out, count);
-    case Algorithm::two_shot:
-      if (job.direct) return two_shot(block, view, arithmetic, job.peers, count);
-      return two_shot_staged(block, view, arithmetic, in, out, count, job.far);
-    case Algorithm::ring:
-      break;
-  }
-  return ring(block, view, arithmetic, in, out, count);
+  if (slots) return one_shot(block, view, arithmetic, epoch, out, count);
+  return two_shot(block, view, arithmetic, peers, count);
 }
 
-// Any other call, after enter().
 template <class Block>
-FR_BLOCK bool run_transfer(Block& block, const View& view, const Job& job) {
-  const std::size_t bytes = job.call.count * item_bytes(job.call.dtype);
-  const bool one_shot = job.call.algorithm == Algorithm::one_shot;
-  const auto* in = static_cast<const char*>(job.in);
+FR_BLOCK bool transfer_direct(Block& block, const View& view, const Job& job, void* const* peers,
+                              std::uint32_t epoch) {
   auto* out = static_cast<char*>(job.out);
+  const std::size_t bytes = job.call.count * item_bytes(job.call.dtype);
+  const bool slots = job.call.algorithm == Algorithm::one_shot;
   const int root = job.call.root;
-  switch (job.call.kind) {
-    case Kind::all_gather:
-      if (one_shot) return all_gather_one_shot(block, view, job.epoch, out, bytes);
-      if (job.direct) return all_gather(block, view, job.peers, out, bytes);
-      return all_gather_staged(block, view, in, out, bytes);
-    case Kind::broadcast:
-      if (one_shot) return broadcast_one_shot(block, view, job.epoch, root, out, bytes);
-      if (job.direct)
-        return broadcast(block, view, static_cast<const char*>(job.peers[root]), out, bytes);
-      return broadcast_staged(block, view, root, out, bytes);
-    default:
-      return true;
+  if (job.call.kind == Kind::all_gather) {
+    if (slots) return all_gather_one_shot(block, view, epoch, out, bytes);
+    return all_gather(block, view, peers, out, bytes);
   }
+  if (job.call.kind != Kind::broadcast) return true;
+  if (slots) return broadcast_one_shot(block, view, epoch, root, out, bytes);
+  return broadcast(block, view, static_cast<const char*>(peers[root]), out, bytes);
 }
 
 }  // namespace FR_ISA

@@ -10,6 +10,9 @@
 //   bool wait(Flag&, value, peer, phase)   until the flag has reached value; false: given up
 #pragma once
 
+#include <cstring>
+#include <new>
+
 #include "schedule.h"
 #include "target.h"
 
@@ -18,8 +21,25 @@ namespace fastreduce {
 enum class Kind : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, barrier };
 enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8 };
 enum class Op : std::uint8_t { sum, mean, min, max };
-enum class Algorithm : std::uint8_t { one_shot, two_shot, ring };
+enum class Algorithm : std::uint8_t { one_shot, two_shot, ring, low_latency, multimem };
 enum class Phase : std::uint8_t { enter, reduce, gather, exit };
+
+FR_FN std::size_t item_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::float64:
+    case DType::int64:
+      return 8;
+    case DType::float32:
+    case DType::int32:
+      return 4;
+    case DType::float16:
+    case DType::bfloat16:
+      return 2;
+    case DType::uint8:
+      break;
+  }
+  return 1;
+}
 
 // What a rank says about a call before anyone touches memory. What comes before `segment` must
 // be the same on all ranks; the rest tells where the tensor lies.
@@ -37,6 +57,36 @@ struct Call {
   std::uint32_t messages = 0;  // control messages sent to peers before this call
   std::uint64_t offset = 0;    // bytes into the segment
 };
+
+// What ranks can disagree on, in the order in which they are compared.
+enum class Field : std::uint32_t { none, kind, dtype, op, root, count, shape, scale, algorithm };
+
+struct Difference {
+  Field field = Field::none;
+  std::uint64_t expected = 0;
+  std::uint64_t seen = 0;
+};
+
+FR_FN std::uint64_t bits_of(double value) {
+  std::uint64_t word;
+  std::memcpy(&word, &value, sizeof word);
+  return word;
+}
+
+// The first thing in which two ranks' calls differ, if they do.
+FR_FN Difference differ(const Call& a, const Call& b) {
+  if (a.kind != b.kind) return {Field::kind, std::uint64_t(a.kind), std::uint64_t(b.kind)};
+  if (a.dtype != b.dtype) return {Field::dtype, std::uint64_t(a.dtype), std::uint64_t(b.dtype)};
+  if (a.op != b.op) return {Field::op, std::uint64_t(a.op), std::uint64_t(b.op)};
+  if (a.root != b.root) return {Field::root, std::uint64_t(a.root), std::uint64_t(b.root)};
+  if (a.count != b.count) return {Field::count, a.count, b.count};
+  if (a.shape != b.shape) return {Field::shape, a.shape, b.shape};
+  if (bits_of(a.scale) != bits_of(b.scale))
+    return {Field::scale, bits_of(a.scale), bits_of(b.scale)};
+  if (a.algorithm != b.algorithm)
+    return {Field::algorithm, std::uint64_t(a.algorithm), std::uint64_t(b.algorithm)};
+  return {};
+}
 
 // One writer, one waiter. The waiter sets `sleeping` before it sleeps on `value`.
 struct Flag {
@@ -76,9 +126,6 @@ enum class Failure : std::uint32_t {
   broken        // this rank could not go on: no memory, no descriptor ...
 };
 
-// What ranks can disagree on, in the order in which they are compared.
-enum class Field : std::uint32_t { none, kind, dtype, op, root, count, shape, scale, algorithm };
-
 // Why a rank gave up: while waiting for `peer` it expected a counter and saw another. For a
 // mismatch: the field, rank 0's value as expected, the first differing peer's as seen.
 struct FailureRecord {
@@ -94,6 +141,12 @@ struct FailureRecord {
   std::uint64_t seen = 0;
 };
 
+// A call that could not be completed.
+struct CallFailed {
+  FailureRecord record;
+  int rank;  // who reports it; record.rank is who found it
+};
+
 // Head of a rank's control segment; its lines and staging follow (see Layout).
 struct alignas(kLineBytes) Head {
   FailureRecord failure;  // why this rank gave up; written before its peers' state words
@@ -105,6 +158,7 @@ struct Layout {
   int blocks = 1;
   std::size_t slot_bytes = 0;   // one-shot payload, twice: parity of the epoch
   std::size_t stage_bytes = 0;  // staging of one block for piecewise protocols
+  std::size_t inbox_bytes = 0;  // payload of a message in lines; 0: nobody greets, see lines.h
 
   FR_FN std::size_t announcements() const { return sizeof(Head); }
   FR_FN std::size_t states() const {
@@ -121,8 +175,18 @@ struct Layout {
     return (end + 4095) / 4096 * 4096;
   }
   FR_FN std::size_t stages() const { return slots() + 2 * slot_bytes; }
-  FR_FN std::size_t bytes() const { return stages() + blocks * stage_bytes; }
+  FR_FN std::size_t greetings() const { return stages() + blocks * stage_bytes; }
+  FR_FN std::size_t inboxes() const {
+    const std::size_t greeters = inbox_bytes == 0 ? 0 : 2 * static_cast<std::size_t>(blocks) * world;
+    return greetings() + greeters * kLineBytes;
+  }
+  FR_FN std::size_t bytes() const { return inboxes() + 2 * inbox() * world; }
+
+  // Of one writer and parity: a line carries as much data as not.
+  FR_FN std::size_t inbox() const { return 2 * inbox_bytes; }
 };
+
+struct DataLine;
 
 // A rank's view of its group: every rank's control segment, as mapped here.
 struct View {
@@ -158,6 +222,16 @@ struct View {
   FR_FN char* stage(int owner, int block) const {
     return area[owner] + layout.stages() + block * layout.stage_bytes;
   }
+  // What `writer`'s block says of its call.
+  FR_FN DataLine* greeting(int owner, int block, int writer, std::uint32_t epoch) const {
+    const std::size_t number = ((epoch & 1) * layout.blocks + block) * layout.world + writer;
+    return reinterpret_cast<DataLine*>(area[owner] + layout.greetings() + number * kLineBytes);
+  }
+  // What `writer` sends in a call.
+  FR_FN DataLine* inbox(int owner, int writer, std::uint32_t epoch) const {
+    const std::size_t number = (epoch & 1) * layout.world + writer;
+    return reinterpret_cast<DataLine*>(area[owner] + layout.inboxes() + number * layout.inbox());
+  }
 
  private:
   FR_FN Flag& line(int owner, int kind, int block, int writer) const {
@@ -165,6 +239,22 @@ struct View {
     return first[(kind * layout.blocks + block) * layout.world + writer].flag;
   }
 };
+
+// A rank's own area, zeroed, as it is before the first call: flags begin where the counters do, which
+// count from `first`.
+inline void initialise(const View& view, std::uint32_t first) {
+  new (&view.failure(view.rank)) FailureRecord();
+  for (int p = 0; p < view.world(); ++p) {
+    view.announcement(view.rank, p, 0).flag.value = first;
+    view.announcement(view.rank, p, 1).flag.value = first;
+    view.claim(view.rank, p).value = first;
+    for (int b = 0; b < view.layout.blocks; ++b) {
+      view.step(view.rank, b, p).value = first;
+      view.tail(view.rank, b, p).value = first;
+      view.head(view.rank, b, p).value = first;
+    }
+  }
+}
 
 // A rank that gave up, or -1. What it wrote before it did can be seen.
 FR_FN int failed_peer(const View& view) {

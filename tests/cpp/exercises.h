@@ -11,10 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "all_reduce.h"
-#include "collectives.h"
 #include "ranks.h"
 #include "reference.h"
+#include "run.h"
 
 namespace fastreduce::test {
 
@@ -33,6 +32,12 @@ enum class Form {
   broadcast_one_shot,
   broadcast,
   broadcast_staged,
+  // As a GPU runs them: every block opens its part of the call.
+  low_latency,
+  multimem,
+  greeted_one_shot,
+  greeted_two_shot,
+  greeted_reduce_scatter_one_shot,
 };
 
 // In the order of Form.
@@ -51,6 +56,11 @@ constexpr const char* kForms[] = {
     "broadcast_one_shot",
     "broadcast",
     "broadcast_staged",
+    "low_latency",
+    "multimem",
+    "greeted_one_shot",
+    "greeted_two_shot",
+    "greeted_reduce_scatter_one_shot",
 };
 inline const char* name_of(Form form) { return kForms[static_cast<int>(form)]; }
 
@@ -58,10 +68,14 @@ inline bool is_one_shot(Form form) {
   return form == Form::one_shot || form == Form::reduce_scatter_one_shot ||
          form == Form::all_gather_one_shot || form == Form::broadcast_one_shot;
 }
+inline bool greets(Form form) { return form >= Form::low_latency; }
 inline bool is_reduce_scatter(Form form) {
-  return form >= Form::reduce_scatter_one_shot && form <= Form::reduce_scatter_staged;
+  return (form >= Form::reduce_scatter_one_shot && form <= Form::reduce_scatter_staged) ||
+         form == Form::greeted_reduce_scatter_one_shot;
 }
-inline bool is_transfer(Form form) { return form >= Form::all_gather_one_shot; }
+inline bool is_transfer(Form form) {
+  return form >= Form::all_gather_one_shot && form <= Form::broadcast_staged;
+}
 inline bool is_all_gather(Form form) {
   return form >= Form::all_gather_one_shot && form <= Form::all_gather_staged;
 }
@@ -75,8 +89,12 @@ inline std::size_t largest_count(Form form, const Shape& shape, std::size_t item
     case Form::one_shot:
     case Form::all_gather_one_shot:
     case Form::broadcast_one_shot:
+    case Form::greeted_one_shot:
       return shape.slot_bytes / item;
+    case Form::low_latency:
+      return shape.inbox_bytes / item;
     case Form::reduce_scatter_one_shot:
+    case Form::greeted_reduce_scatter_one_shot:
       return shape.slot_bytes / item / world;
     case Form::two_shot_staged:
     case Form::two_shot_staged_far:
@@ -188,6 +206,7 @@ class Collective : public Exercise {
   bool one_block(int call) const override {
     return is_one_shot(plans_[call].form) || call % 5 == 4;
   }
+  bool greets(int call) const override { return test::greets(plans_[call].form); }
 
   void prepare(const View& view, std::uint32_t epoch, int call) override {
     const Plan& plan = plans_[call];
@@ -266,6 +285,7 @@ class Reduction : public Collective<T> {
     auto* out = reinterpret_cast<char*>(this->out(view.rank, call));
     void* all[kMaxRanks];
     for (int p = 0; p < view.world(); ++p) all[p] = this->in(p, call);
+    if (greets(plan.form)) return run_greeted(block, view, epoch, call, arithmetic, all);
     switch (plan.form) {
       case Form::one_shot:
         return one_shot(block, view, arithmetic, epoch, out, count);
@@ -296,12 +316,77 @@ class Reduction : public Collective<T> {
     return most;
   }
 
+  // A tensor's place is what tells the ranks' calls apart.
+  static Call called(const Plan& plan, int rank, int call) {
+    Call made;
+    made.kind = is_reduce_scatter(plan.form) ? Kind::reduce_scatter : Kind::all_reduce;
+    made.dtype = sizeof(T) == 8   ? DType::float64
+                 : sizeof(T) == 4 ? DType::float32
+                 : sizeof(T) == 2 ? DType::float16
+                                  : DType::uint8;
+    made.algorithm = Algorithm::one_shot;
+    made.count = plan.count;
+    made.scale = plan.factors.before;
+    made.shape = static_cast<std::uint32_t>(call) * 0x9e3779b9u;
+    made.segment = rank - 1;
+    made.offset = 16u * static_cast<std::uint64_t>(call * 64 + rank);
+    return made;
+  }
+
+  bool run_greeted(TestBlock& block, const View& view, std::uint32_t epoch, int call,
+                   const TypedArithmetic<T, Op>& arithmetic, void* const* all) {
+    const Plan& plan = plans_[call];
+    Job job;
+    job.call = called(plan, view.rank, call);
+    job.in = this->in(view.rank, call);
+    const auto* in = static_cast<const char*>(job.in);
+    auto* out = reinterpret_cast<char*>(this->out(view.rank, call));
+    bool complete = true;
+    if (plan.form == Form::low_latency) {
+      greet(block, view, epoch, job.call);
+      complete = low_latency(block, view, arithmetic, epoch, job.call, in, out);
+    } else {
+      const bool slots = plan.form != Form::greeted_two_shot && plan.form != Form::multimem;
+      if (!slots) job.call.algorithm = Algorithm::two_shot;
+      if (!open(block, view, job, epoch)) return false;
+      if (plan.form == Form::greeted_one_shot)
+        complete = one_shot(block, view, arithmetic, epoch, out, plan.count);
+      else if (plan.form == Form::greeted_two_shot)
+        complete = two_shot(block, view, arithmetic, all, plan.count);
+      else if (plan.form == Form::multimem)
+        complete = multimem(block, view, Everywhere{arithmetic, all, view.world()},
+                            static_cast<char*>(all[0]), plan.count);
+      else
+        complete = reduce_scatter_one_shot(block, view, arithmetic, epoch, out, plan.count);
+    }
+    for (int p = 0; complete && p < view.world(); ++p) {
+      const Call expected = called(plan, p, call);
+      const Call& said = block.calls()[p];
+      if (said.segment != expected.segment || said.offset != expected.offset) return false;
+    }
+    return complete;
+  }
+
+  // An address at which all ranks' tensors lie: rank 0's stands for it.
+  struct Everywhere {
+    const TypedArithmetic<T, Op>& typed;
+    void* const* all;
+    int world;
+    std::size_t item_bytes() const { return typed.item_bytes(); }
+    void reduce_everywhere(TestBlock& block, char* everywhere, std::size_t n) const {
+      const std::size_t begin = everywhere - static_cast<char*>(all[0]);
+      const auto at = [&](int p) { return static_cast<char*>(all[p]) + begin; };
+      typed.reduce(block, at, world, at, world, n);
+    }
+  };
+
   static Plan plan(const Shape& shape, Form form, int call, Random& random) {
     const int world = shape.world;
     Plan made;
     made.form = form;
     made.count = count_of(call, largest_count(form, shape, sizeof(T), sizeof(AccOf<T>)), random);
-    made.in_place = form == Form::two_shot || (!is_reduce_scatter(form) && call % 3 == 0);
+    made.in_place = form == Form::two_shot || form == Form::greeted_two_shot ||
+                    form == Form::multimem || (!is_reduce_scatter(form) && call % 3 == 0);
     if (call % 3 == 1) made.factors = {1, 1.0 / world, world};
     if (call % 3 == 2) made.factors = {0.7, 1.3, 3};
 
@@ -404,6 +489,7 @@ class Meeting : public Exercise {
 
   int calls() const override { return calls_; }
   bool one_block(int) const override { return false; }
+  bool greets(int) const override { return false; }
   void prepare(const View&, std::uint32_t, int) override {}
 
   bool run(TestBlock& block, const View& view, std::uint32_t, int call) override {
@@ -438,6 +524,7 @@ class Medley : public Exercise {
 
   int calls() const override { return parts_[0]->calls() * static_cast<int>(parts_.size()); }
   bool one_block(int call) const override { return part(call).one_block(within(call)); }
+  bool greets(int call) const override { return part(call).greets(within(call)); }
   void prepare(const View& view, std::uint32_t epoch, int call) override {
     part(call).prepare(view, epoch, within(call));
   }

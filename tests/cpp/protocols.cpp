@@ -38,7 +38,7 @@ const std::vector<Case>& cases() {
   static const std::vector<Case> all = [] {
     std::vector<Case> made;
     std::vector<Form> every;
-    for (int f = 0; f <= static_cast<int>(Form::broadcast_staged); ++f) {
+    for (int f = 0; f <= static_cast<int>(Form::greeted_reduce_scatter_one_shot); ++f) {
       every.push_back(static_cast<Form>(f));
       made.push_back({name_of(every.back()), {every.back()}});
     }
@@ -63,6 +63,7 @@ constexpr struct {
     {1, 1, 1, false}, {2, 1, 1, true},  {2, 2, 1, false}, {2, 1, 4, false},
     {3, 1, 1, false}, {3, 2, 2, true},  {4, 1, 1, false}, {4, 2, 1, true},
     {4, 1, 3, false}, {8, 1, 1, false}, {8, 2, 1, true},  {8, 1, 2, false},
+    {2, 6, 2, false}, {5, 3, 2, false},
 };
 
 // Element types and operations take turns: every shape runs float sums and two of the others.
@@ -122,6 +123,7 @@ Shape shape_of(int world, int blocks, int threads, bool sleeps, std::uint32_t fi
   shape.sleeps = sleeps;
   shape.first_epoch = first_epoch;
   shape.slot_bytes = 2048;
+  shape.inbox_bytes = 2048;
   shape.stage_bytes = 4 * 64 * static_cast<std::size_t>(world + 1);
   return shape;
 }

@@ -3,6 +3,7 @@
 // protocol that a test has to notice.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "host.h"
+#include "lines.h"
 
 namespace fastreduce::test {
 
@@ -57,6 +59,7 @@ struct Shape {
   bool sleeps = false;  // waits go to sleep at once
   std::size_t slot_bytes = 0;
   std::size_t stage_bytes = 0;
+  std::size_t inbox_bytes = 0;
 };
 
 enum class Action {
@@ -69,6 +72,9 @@ enum class Action {
   no_block_barrier,   // all() does not wait for the block's other threads
   same_slot,          // one slot instead of two
   same_announcement,  // one announcement instead of two
+  same_inbox,         // one greeting and one inbox instead of two
+  no_line,            // arrived() says so at once
+  relaxed_line,       // arrived() orders nothing behind it
   short_segment,      // the control segment ends a cache line early
   misaligned,         // tensors begin within an element
 };
@@ -101,6 +107,9 @@ constexpr Sabotage kSabotages[] = {
     {"no_block_barrier", Action::no_block_barrier, Word::any},
     {"same_slot", Action::same_slot, Word::any},
     {"same_announcement", Action::same_announcement, Word::any},
+    {"same_inbox", Action::same_inbox, Word::any},
+    {"no_line", Action::no_line, Word::any},
+    {"relaxed_line", Action::relaxed_line, Word::any},
     {"short_segment", Action::short_segment, Word::any},
     {"misaligned", Action::misaligned, Word::any},
 };
@@ -181,8 +190,13 @@ class GroupBlock {
   static constexpr bool kPacks = true;
 
   GroupBlock(const Watch& watch, Progress& progress, int index, int count, int thread, int threads,
-             Gate& gate)
-      : host_(watch, progress, index, count), thread_(thread), threads_(threads), gate_(gate) {}
+             Gate& gate, Call* calls)
+      : host_(watch, progress, index, count),
+        watch_(watch),
+        thread_(thread),
+        threads_(threads),
+        gate_(gate),
+        calls_(calls) {}
 
   int index() const { return host_.index(); }
   int count() const { return host_.count(); }
@@ -195,13 +209,41 @@ class GroupBlock {
   bool wait(Flag& flag, std::uint32_t value, int peer, Phase phase) {
     return host_.wait(flag, value, peer, phase);
   }
-  const FailureRecord& failure() const { return host_.failure(); }
+  const FailureRecord& failure() const {
+    return failure_.failure == Failure::none ? host_.failure() : failure_;
+  }
+
+  template <bool Acquire>
+  bool arrived(const DataLine* line, std::uint32_t epoch, std::uint64_t& data,
+               std::uint32_t& seen) {
+    return load_line<Acquire>(line, epoch, data, seen);
+  }
+  Clock::time_point pause() const { return Clock::now(); }
+  bool more(Clock::time_point since, int, Phase, std::uint32_t expected, std::uint32_t seen) {
+    std::this_thread::yield();
+    if (*watch_.stop == Failure::none && Clock::now() - since < watch_.timeout) return true;
+    failure_.failure = Failure::timeout;
+    failure_.expected = expected;
+    failure_.seen = seen;
+    return false;
+  }
+  Call* calls() const { return calls_; }
+  void differs(int peer, const Difference& difference) {
+    failure_.failure = Failure::mismatch;
+    failure_.field = difference.field;
+    failure_.peer = peer;
+    failure_.expected = difference.expected;
+    failure_.seen = difference.seen;
+  }
 
  private:
   HostBlock host_;
+  FailureRecord failure_;
+  const Watch& watch_;
   int thread_;
   int threads_;
   Gate& gate_;
+  Call* calls_;
 };
 
 // Any Block, with stalls around its flags and, where asked, one thing wrong.
@@ -239,19 +281,42 @@ class SabotagedBlock {
     else if (!does(Action::skip_wait, flag))
       arrived =
           block_.wait(flag, does(Action::wait_for_less, flag) ? value - 1 : value, peer, phase);
-    if (!arrived) {
-      const FailureRecord& why = block_.failure();
-      outcome_.fail(Outcome::gave_up, "gave up: rank " + std::to_string(view_.rank) +
-                                          " waiting for rank " + std::to_string(peer) +
-                                          " in phase " + std::to_string(static_cast<int>(phase)) +
-                                          ": expected " + std::to_string(why.expected) + ", saw " +
-                                          std::to_string(why.seen));
-    }
+    if (!arrived) gave_up(peer, phase);
     stalls_.perhaps(32);
     return arrived;
   }
 
+  template <bool Acquire>
+  bool arrived(const DataLine* line, std::uint32_t epoch, std::uint64_t& data,
+               std::uint32_t& seen) {
+    if (sabotage_.action == Action::relaxed_line)
+      return block_.template arrived<false>(line, epoch, data, seen);
+    const bool there = block_.template arrived<Acquire>(line, epoch, data, seen);
+    // A greeting that is not there would be one of another call.
+    return there || (sabotage_.action == Action::no_line && !Acquire);
+  }
+  Clock::time_point pause() { return block_.pause(); }
+  bool more(Clock::time_point since, int peer, Phase phase, std::uint32_t expected,
+            std::uint32_t seen) {
+    if (block_.more(since, peer, phase, expected, seen)) return true;
+    gave_up(peer, phase);
+    return false;
+  }
+  Call* calls() const { return block_.calls(); }
+  void differs(int peer, const Difference& difference) {
+    block_.differs(peer, difference);
+    outcome_.fail(Outcome::wrong, "wrong result: rank " + std::to_string(peer) + " differs");
+  }
+
  private:
+  void gave_up(int peer, Phase phase) {
+    const FailureRecord& why = block_.failure();
+    outcome_.fail(Outcome::gave_up, "gave up: rank " + std::to_string(view_.rank) +
+                                        " waiting for rank " + std::to_string(peer) +
+                                        " in phase " + std::to_string(static_cast<int>(phase)) +
+                                        ": expected " + std::to_string(why.expected) + ", saw " +
+                                        std::to_string(why.seen));
+  }
   bool does(Action action, const Flag& flag) const {
     return sabotage_.action == action &&
            (sabotage_.word == Word::any || sabotage_.word == word_of(view_, flag));
@@ -280,6 +345,8 @@ class Exercise {
   virtual ~Exercise() = default;
   virtual int calls() const = 0;
   virtual bool one_block(int call) const = 0;
+  // Whether run() opens the call itself, block by block, instead of a leader's enter().
+  virtual bool greets(int call) const = 0;
   // By one thread of a rank, before the call is announced: fills inputs, poisons outputs.
   virtual void prepare(const View& view, std::uint32_t epoch, int call) = 0;
   // By all threads of the blocks that take part.
@@ -293,7 +360,8 @@ class Ranks {
  public:
   Ranks(const Shape& shape, const Sabotage& sabotage, std::uint64_t seed)
       : shape_(shape), sabotage_(sabotage), seed_(seed) {
-    Layout layout{shape.world, shape.blocks, shape.slot_bytes, shape.stage_bytes};
+    Layout layout{shape.world, shape.blocks, shape.slot_bytes, shape.stage_bytes,
+                  shape.inbox_bytes};
     for (int r = 0; r < shape.world; ++r) ranks_.push_back(std::make_unique<Rank>(shape));
     for (int r = 0; r < shape.world; ++r) {
       View& view = ranks_[r]->view;
@@ -303,7 +371,7 @@ class Ranks {
         if (r == 0) ranks_[p]->segment.reset(new_segment(layout));
         view.area[p] = ranks_[p]->segment.get();
       }
-      begin(view);
+      initialise(view, shape.first_epoch);
     }
   }
 
@@ -326,7 +394,8 @@ class Ranks {
   struct Rank {
     explicit Rank(const Shape& shape)
         : progress(shape.blocks, {shape.first_epoch, shape.first_epoch, shape.first_epoch}),
-          team(shape.blocks * shape.threads) {
+          team(shape.blocks * shape.threads),
+          greeted(shape.blocks, std::vector<Call>(shape.world)) {
       for (int b = 0; b < shape.blocks; ++b) gates.push_back(std::make_unique<Gate>(shape.threads));
     }
     std::unique_ptr<char, Free> segment;
@@ -335,7 +404,8 @@ class Ranks {
     std::vector<Progress> progress;
     std::vector<std::unique_ptr<Gate>> gates;  // of each block
     Gate team;                                 // of all blocks
-    Call calls[kMaxRanks];
+    Call calls[kMaxRanks];                   // as announced by the leaders
+    std::vector<std::vector<Call>> greeted;  // as each block has read them
   };
 
   char* new_segment(const Layout& layout) const {
@@ -343,23 +413,10 @@ class Ranks {
     void* memory = nullptr;
     if (::posix_memalign(&memory, 4096, bytes) != 0) throw std::bad_alloc();
     std::memset(memory, 0, layout.slots());
-    std::memset(static_cast<char*>(memory) + layout.slots(), 0xa5, bytes - layout.slots());
+    const std::size_t lines = std::min(layout.greetings(), bytes);
+    std::memset(static_cast<char*>(memory) + layout.slots(), 0xa5, lines - layout.slots());
+    std::memset(static_cast<char*>(memory) + lines, 0, bytes - lines);
     return static_cast<char*>(memory);
-  }
-
-  // Flags begin where the counters do, as in HostCommunicator.
-  void begin(View& view) const {
-    new (&view.failure(view.rank)) FailureRecord();
-    for (int p = 0; p < shape_.world; ++p) {
-      view.announcement(view.rank, p, 0).flag.value = shape_.first_epoch;
-      view.announcement(view.rank, p, 1).flag.value = shape_.first_epoch;
-      view.claim(view.rank, p).value = shape_.first_epoch;
-      for (int b = 0; b < shape_.blocks; ++b) {
-        view.step(view.rank, b, p).value = shape_.first_epoch;
-        view.tail(view.rank, b, p).value = shape_.first_epoch;
-        view.head(view.rank, b, p).value = shape_.first_epoch;
-      }
-    }
   }
 
   static Call announced(int rank, int call) {
@@ -385,21 +442,24 @@ class Ranks {
     if (leads) {
       rank.watch.view = &view;
       rank.watch.stop = &outcome.stop();
-      rank.watch.timeout = std::chrono::seconds(30);
+      // One inbox for all calls loses messages: somebody waits in vain.
+      rank.watch.timeout = std::chrono::seconds(sabotage_.action == Action::same_inbox ? 1 : 30);
       if (!shape_.sleeps) rank.watch.patience.yield = std::chrono::milliseconds(2);
     }
     const auto block_of = [&](int count) {
       return TestBlock(GroupBlock(rank.watch, rank.progress[index], index, count, thread,
-                                  shape_.threads, *rank.gates[index]),
+                                  shape_.threads, *rank.gates[index], rank.greeted[index].data()),
                        view, sabotage_, stalls, outcome);
     };
 
+    std::uint32_t epoch = shape_.first_epoch;
     for (int call = 0; call < exercise.calls(); ++call) {
       const std::uint32_t number = static_cast<std::uint32_t>(call) + 1;
-      const std::uint32_t epoch = shape_.first_epoch + number;
+      epoch = epoch_after(epoch);
       const std::uint32_t announcement_epoch =
           sabotage_.action == Action::same_announcement ? epoch + number : epoch;
-      const std::uint32_t slot_epoch = sabotage_.action == Action::same_slot ? 0 : epoch;
+      std::uint32_t slot_epoch = sabotage_.action == Action::same_slot ? 0 : epoch;
+      if (sabotage_.action == Action::same_inbox) slot_epoch = 2 * number;
 
       if (leads) {
         stalls.perhaps(4);
@@ -411,7 +471,8 @@ class Ranks {
       // What a block does alone is ordered by its own barriers only.
       const int blocks = exercise.one_block(call) ? 1 : shape_.blocks;
       bool complete = true;
-      if (index == 0) {
+      const bool greets = exercise.greets(call);
+      if (index == 0 && !greets) {
         TestBlock block = block_of(1);
         complete = enter(block, view, announcement_epoch, announced(view.rank, call), rank.calls);
       }
@@ -424,7 +485,7 @@ class Ranks {
 
       if (leads) {
         std::string error = exercise.check(view.rank, call);
-        if (error.empty()) error = check_calls(rank, call);
+        if (error.empty() && !greets) error = check_calls(rank, call);
         if (!error.empty()) outcome.fail(Outcome::wrong, "wrong result: " + error);
         complete = error.empty();
       }

@@ -1,0 +1,89 @@
+// What the two sides of a CUDA launch share: its arguments, what it keeps on the device between
+// calls, and by which memory the host talks to it. And the driver as the host's side sees it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "bucket.h"
+#include "run.h"
+
+namespace fastreduce {
+
+constexpr int kGridLimit = 64;      // blocks of a kernel that waits
+constexpr int kBlockThreads = 512;  // of such a block
+constexpr int kLineRanks = 8;       // low_latency holds a word of each in registers
+
+// In the host's memory, mapped for the device.
+struct Mailbox {
+  std::uint32_t stop;    // written by the host: why waits have to end, see stop_word(), or 0
+  std::uint32_t failed;  // written by the device once `record` is complete
+  FailureRecord record;
+};
+
+FR_FN std::uint32_t stop_word(Failure failure, int peer) {
+  return static_cast<std::uint32_t>(failure) | static_cast<std::uint32_t>(peer + 1) << 8;
+}
+
+// In the device's memory, from call to call: no launch argument changes with it, so a captured
+// graph can be replayed.
+struct DeviceState {
+  std::uint32_t epoch;   // of the last complete call
+  std::uint32_t left;    // blocks that have left the current one
+  std::uint32_t failed;  // a block has given up: nothing runs any more
+  Progress progress[kGridLimit];
+};
+
+// A segment is memory that every rank has allocated in the same call, and mapped of every other rank.
+// Where each rank's begins, here, and where all of them are accessed at once (or null).
+constexpr int kSegments = 1024;
+struct Segment {
+  char* base[kMaxRanks];
+  char* everywhere;
+};
+
+// A call's factors in every accumulator's type.
+struct Factors {
+  Scale<float> single;
+  Scale<double> twice;
+  std::int64_t divisor = 1;
+};
+
+struct Launch {
+  View view;
+  Job job;
+  Factors factors;
+  DeviceState* state = nullptr;
+  const Segment* segments = nullptr;
+  Mailbox* mailbox = nullptr;
+  std::uint64_t timeout_ns = 0;
+};
+
+using Address = std::uintptr_t;
+
+// The CUDA runtime, as far as it is used. Everything is on the current device; errors are thrown.
+class Driver {
+ public:
+  virtual ~Driver() = default;
+  // Why there is no device to work with, or "".
+  virtual std::string problem() = 0;
+  // Blocks of the largest kernel that are on the device at once.
+  virtual int resident_blocks() = 0;
+  virtual void* allocate(std::size_t bytes) = 0;
+  virtual void release(void* memory) = 0;
+  // Memory of the host: its address here, and on the device.
+  virtual std::pair<void*, void*> allocate_mapped(std::size_t bytes) = 0;
+  virtual void release_mapped(void* memory) = 0;
+  // Between any two memories; complete on return.
+  virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
+  // Waits for all that has been launched.
+  virtual void synchronise() = 0;
+  virtual void launch(const Launch& launch, int blocks, Address stream) = 0;
+  virtual void convert(const Moves& moves, Address stream) = 0;
+};
+
+// The one that is there.
+Driver& cuda_driver();
+
+}  // namespace fastreduce

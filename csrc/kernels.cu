@@ -1,0 +1,333 @@
+// The protocols as CUDA kernels. They are compiled once, over functions that each do one thing to
+// memory for one element type and operation; a call of one moves a whole piece.
+#include <cuda_runtime.h>
+
+#include "cuda_block.h"
+#include "cuda_error.h"
+
+namespace fastreduce {
+namespace {
+
+__device__ Scale<float> factors(const Scale<float>*) { return shared.launch->factors.single; }
+__device__ Scale<double> factors(const Scale<double>*) { return shared.launch->factors.twice; }
+template <class A>
+__device__ Divisor<A> factors(const Divisor<A>*) {
+  return {static_cast<A>(shared.launch->factors.divisor)};
+}
+
+template <class T, class O>
+struct Typed {
+  __device__ TypedArithmetic<T, O> arithmetic() const {
+    return TypedArithmetic<T, O>(factors(static_cast<const ScaleOf<T>*>(nullptr)));
+  }
+};
+
+// Calls visit(Typed<T, O>{}) for the element type and the operation of the call.
+template <class Visit>
+__device__ __forceinline__ auto visit_types(const Visit& visit) {
+  const Call& call = shared.launch->job.call;
+  const auto with = [&](auto element) {
+    using T = decltype(element);
+    switch (call.op) {
+      case Op::min:
+        return visit(Typed<T, Min>{});
+      case Op::max:
+        return visit(Typed<T, Max>{});
+      default:
+        return visit(Typed<T, Sum>{});
+    }
+  };
+  switch (call.dtype) {
+    case DType::float32:
+      return with(float{});
+    case DType::float64:
+      return with(double{});
+    case DType::float16:
+      return with(Half{});
+    case DType::bfloat16:
+      return with(BFloat16{});
+    case DType::int32:
+      return with(std::int32_t{});
+    case DType::int64:
+      return with(std::int64_t{});
+    default:
+      return with(std::uint8_t{});
+  }
+}
+
+// Each of these is one function, for all types, that is not inlined: a kernel calls it in many places.
+// Pointers come in the block's tables, and arguments are few, so that all are in registers.
+__device__ __noinline__ void reduce_tables(int stores, int count, std::size_t n) {
+  visit_types([&](auto type) {
+    CudaBlock block;
+    type.arithmetic().reduce(
+        block, [](int k) { return shared.to[k]; }, stores, [](int k) { return shared.from[k]; },
+        count, n);
+  });
+}
+
+__device__ __noinline__ void open_partial(char* partial, const char* own, std::size_t n) {
+  visit_types([&](auto type) {
+    CudaBlock block;
+    type.arithmetic().open_partial(block, partial, own, n);
+  });
+}
+
+__device__ __noinline__ void add_partial(char* partial, const char* arrived, const char* own,
+                                         std::size_t n) {
+  visit_types([&](auto type) {
+    CudaBlock block;
+    type.arithmetic().add_partial(block, partial, arrived, own, n);
+  });
+}
+
+__device__ __noinline__ void close_partial(char* kept, char* sent, const char* arrived,
+                                           const char* own, std::size_t n) {
+  visit_types([&](auto type) {
+    CudaBlock block;
+    type.arithmetic().close_partial(block, kept, sent, arrived, own, n);
+  });
+}
+
+class CudaArithmetic {
+ public:
+  __device__ std::size_t item_bytes() const {
+    return fastreduce::item_bytes(shared.launch->job.call.dtype);
+  }
+  __device__ std::size_t partial_bytes() const {
+    switch (shared.launch->job.call.dtype) {
+      case DType::float64:
+      case DType::int32:
+      case DType::int64:
+        return 8;
+      default:
+        return 4;
+    }
+  }
+
+  template <class To, class From>
+  __device__ void reduce(CudaBlock& block, const To& to, int stores, const From& from, int count,
+                         std::size_t n) const {
+    block.all(true);
+    for (int k = block.thread(); k < stores; k += block.threads()) shared.to[k] = to(k);
+    for (int k = block.thread(); k < count; k += block.threads()) shared.from[k] = from(k);
+    block.all(true);
+    reduce_tables(stores, count, n);
+  }
+
+  template <class From>
+  __device__ bool reduce_lines(CudaBlock& block, char* out, const char* own, const From& from,
+                               int rank, int count, Range part, std::size_t bytes,
+                               std::uint32_t epoch) const {
+    return visit_types([&](auto type) {
+      return type.arithmetic().reduce_lines(block, out, own, from, rank, count, part, bytes, epoch);
+    });
+  }
+
+  __device__ void open_partial(CudaBlock&, char* partial, const char* own, std::size_t n) const {
+    fastreduce::open_partial(partial, own, n);
+  }
+  __device__ void add_partial(CudaBlock&, char* partial, const char* arrived, const char* own,
+                              std::size_t n) const {
+    fastreduce::add_partial(partial, arrived, own, n);
+  }
+  __device__ void close_partial(CudaBlock&, char* kept, char* sent, const char* arrived,
+                                const char* own, std::size_t n) const {
+    fastreduce::close_partial(kept, sent, arrived, own, n);
+  }
+
+  // Whole packs. The factors are applied to the sum that the switch gives, in its type.
+  __device__ void reduce_everywhere(CudaBlock& block, char* everywhere, std::size_t n) const;
+};
+
+// A pack of sums: what a multimem load gives, in the words that it gives it in.
+struct Words {
+  std::uint32_t word[4];
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define FR_MULTIMEM 1
+template <class T>
+__device__ Words multimem_load(const char* at) {
+  Words w;
+  if constexpr (std::is_same<T, float>::value)
+    asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.word[0]), "=r"(w.word[1]), "=r"(w.word[2]), "=r"(w.word[3])
+                 : "l"(at)
+                 : "memory");
+  else if constexpr (std::is_same<T, Half>::value)
+    asm volatile(
+        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
+        : "=r"(w.word[0]), "=r"(w.word[1]), "=r"(w.word[2]), "=r"(w.word[3])
+        : "l"(at)
+        : "memory");
+  else
+    asm volatile(
+        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
+        : "=r"(w.word[0]), "=r"(w.word[1]), "=r"(w.word[2]), "=r"(w.word[3])
+        : "l"(at)
+        : "memory");
+  return w;
+}
+
+__device__ void multimem_store(char* at, const Words& w) {
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at),
+               "r"(w.word[0]), "r"(w.word[1]), "r"(w.word[2]), "r"(w.word[3])
+               : "memory");
+}
+
+template <class T>
+__device__ void reduce_by_switch(CudaBlock& block, char* everywhere, std::size_t n) {
+  constexpr int kItems = kItemsOf<T>;
+  const float factor = shared.launch->factors.single.before * shared.launch->factors.single.after;
+  const std::size_t packs = n / kItems;
+  const std::size_t stride = block.threads();
+  for (std::size_t first = block.thread(); first < packs; first += kInFlight * stride) {
+    Words in[kInFlight];
+    FR_UNROLL
+    for (int a = 0; a < kInFlight; ++a)
+      if (first + a * stride < packs)
+        in[a] = multimem_load<T>(everywhere + (first + a * stride) * kPackBytes);
+    FR_UNROLL
+    for (int a = 0; a < kInFlight; ++a) {
+      if (first + a * stride >= packs) break;
+      if (factor != 1) {
+        Items<T, kItems> items;
+        std::memcpy(&items, &in[a], sizeof items);
+        FR_UNROLL
+        for (int j = 0; j < kItems; ++j)
+          items.item[j] = Element<T>::store(Element<T>::load(items.item[j]) * factor);
+        std::memcpy(&in[a], &items, sizeof items);
+      }
+      multimem_store(everywhere + (first + a * stride) * kPackBytes, in[a]);
+    }
+  }
+}
+#endif
+
+__device__ void CudaArithmetic::reduce_everywhere([[maybe_unused]] CudaBlock& block,
+                                                  [[maybe_unused]] char* everywhere,
+                                                  [[maybe_unused]] std::size_t n) const {
+#if defined(FR_MULTIMEM)
+  switch (shared.launch->job.call.dtype) {
+    case DType::float32:
+      return reduce_by_switch<float>(block, everywhere, n);
+    case DType::float16:
+      return reduce_by_switch<Half>(block, everywhere, n);
+    default:
+      return reduce_by_switch<BFloat16>(block, everywhere, n);
+  }
+#endif
+}
+
+// Runs a call, and counts it once all blocks are through.
+template <class Body>
+__device__ void run_call(const Launch& launch, const Body& body) {
+  DeviceState& state = *launch.state;
+  if (*static_cast<volatile std::uint32_t*>(&state.failed) != 0) return;
+  if (threadIdx.x == 0) shared.launch = &launch;
+  const std::uint32_t epoch = epoch_after(state.epoch);
+  CudaBlock block;
+  block.all(true);
+  body(block, epoch);
+  block.all(true);
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(&state.left, 1u) + 1 != gridDim.x) return;
+  state.left = 0;
+  state.epoch = epoch;
+}
+
+// After open(): where every rank's tensor lies, as each has told.
+__device__ void find_peers(CudaBlock& block, const Launch& launch) {
+  for (int p = block.thread(); p < launch.view.world(); p += block.threads()) {
+    const Call& call = block.calls()[p];
+    if (call.segment >= 0)
+      shared.peers[p] = launch.segments[call.segment].base[p] + call.offset;
+  }
+  block.all(true);
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    reduction(const __grid_constant__ Launch launch) {
+  run_call(launch, [&](CudaBlock& block, std::uint32_t epoch) {
+    const Job& job = launch.job;
+    if (!open(block, launch.view, job, epoch)) return;
+    find_peers(block, launch);
+    // Where one rank's tensor is staged and another's is not, they are at no common address.
+    if (job.call.algorithm == Algorithm::multimem && same_place(block, launch.view))
+      multimem(block, launch.view, CudaArithmetic(),
+               launch.segments[job.call.segment].everywhere + job.call.offset, job.call.count);
+    else
+      reduce_direct(block, launch.view, CudaArithmetic(), job, shared.peers, epoch);
+  });
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    ring_reduction(const __grid_constant__ Launch launch) {
+  run_call(launch, [&](CudaBlock& block, std::uint32_t epoch) {
+    const Job& job = launch.job;
+    if (!open(block, launch.view, job, epoch)) return;
+    ring(block, launch.view, CudaArithmetic(), static_cast<const char*>(job.in),
+         static_cast<char*>(job.out), job.call.count);
+  });
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    small_reduction(const __grid_constant__ Launch launch) {
+  run_call(launch, [&](CudaBlock& block, std::uint32_t epoch) {
+    const Job& job = launch.job;
+    greet(block, launch.view, epoch, job.call);
+    low_latency(block, launch.view, CudaArithmetic(), epoch, job.call,
+                static_cast<const char*>(job.in), static_cast<char*>(job.out));
+  });
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 1) transfer(const __grid_constant__ Launch launch) {
+  run_call(launch, [&](CudaBlock& block, std::uint32_t epoch) {
+    if (!open(block, launch.view, launch.job, epoch)) return;
+    find_peers(block, launch);
+    transfer_direct(block, launch.view, launch.job, shared.peers, epoch);
+  });
+}
+
+using Kernel = void (*)(Launch);
+
+Kernel kernel_of(const Call& call) {
+  if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter) return transfer;
+  if (call.algorithm == Algorithm::low_latency) return small_reduction;
+  if (call.algorithm == Algorithm::ring) return ring_reduction;
+  return reduction;
+}
+
+}  // namespace
+
+int resident_blocks_of_kernels() {
+  int device = 0;
+  int processors = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  int least = kGridLimit;
+  for (const Kernel kernel : {reduction, ring_reduction, small_reduction, transfer}) {
+    int each = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kBlockThreads, 0));
+    least = each * processors < least ? each * processors : least;
+  }
+  return least;
+}
+
+// All blocks are on the device at once, or the launch is refused.
+void launch_kernel(const Launch& launch, int blocks, cudaStream_t stream) {
+  cudaLaunchAttribute together;
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kBlockThreads);
+  config.stream = stream;
+  config.attrs = &together;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel_of(launch.job.call), launch));
+}
+
+}  // namespace fastreduce
