@@ -1,8 +1,8 @@
 """Builds fastreduce._C with ninja: plain C++, no torch header, one object per instruction set.
 
-With nvcc it also builds fastreduce._cuda, for every GPU that this nvcc knows and CAPABILITIES names.
-In the environment: FASTREDUCE_CUDA=0 leaves it out, =1 insists on it; FASTREDUCE_CUDA_ARCHS names
-compute capabilities instead ("90" for Hopper alone: a sixth of the time)."""
+With nvcc it also builds fastreduce._cuda, for all GPUs of CAPABILITIES that this nvcc knows. In the
+environment: FASTREDUCE_CUDA=0 leaves it out, =1 insists on it; FASTREDUCE_CUDA_ARCHS names others
+("90" for Hopper alone: a sixth of the time)."""
 
 import os
 import platform

@@ -62,12 +62,12 @@ FR_BLOCK bool low_latency(Block& block, const View& view, const Arithmetic& arit
   }
   if (!agree(block, view, epoch, mine)) return false;
   const auto from = [&](int p) -> const DataLine* { return view.inbox(view.rank, p, epoch); };
-  return block.all(arithmetic.reduce_lines(block, out, in, from, view.rank, view.world(), part,
-                                           bytes, epoch));
+  return block.all(
+      arithmetic.reduce_lines(block, out, in, from, view.rank, view.world(), part, bytes, epoch));
 }
 
-// `everywhere` is an address at which a load reads, and a store writes, every rank's buffer. Elements
-// come in packs.
+// `everywhere` is an address at which a load reads, and a store writes, every rank's buffer.
+// Elements come in packs.
 template <class Block, class Arithmetic>
 FR_BLOCK bool multimem(Block& block, const View& view, const Arithmetic& arithmetic,
                        char* everywhere, std::size_t count) {

@@ -22,8 +22,7 @@ __device__ void each_tile(const Moves& moves, const Body& body) {
   for (std::uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) body(tile);
 }
 
-__global__ void __launch_bounds__(kThreads, 4)
-    copy_tiles(const __grid_constant__ Moves moves) {
+__global__ void __launch_bounds__(kThreads, 4) copy_tiles(const __grid_constant__ Moves moves) {
   Threads block;
   each_tile(moves, [&](std::uint64_t tile) { copy_tile(block, moves, tile); });
 }

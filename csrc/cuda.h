@@ -17,14 +17,11 @@ constexpr int kLineRanks = 8;       // low_latency holds a word of each in regis
 
 // In the host's memory, mapped for the device.
 struct Mailbox {
-  std::uint32_t stop;    // written by the host: why waits have to end, see stop_word(), or 0
-  std::uint32_t failed;  // written by the device once `record` is complete
+  std::uint32_t stop;                  // written by the host: every wait has to end
+  std::uint32_t lost[kMaxRanks / 32];  // likewise: a bit for each peer whose process has ended
+  std::uint32_t failed;                // written by the device once `record` is complete
   FailureRecord record;
 };
-
-FR_FN std::uint32_t stop_word(Failure failure, int peer) {
-  return static_cast<std::uint32_t>(failure) | static_cast<std::uint32_t>(peer + 1) << 8;
-}
 
 // In the device's memory, from call to call: no launch argument changes with it, so a captured
 // graph can be replayed.
@@ -35,8 +32,8 @@ struct DeviceState {
   Progress progress[kGridLimit];
 };
 
-// A segment is memory that every rank has allocated in the same call, and mapped of every other rank.
-// Where each rank's begins, here, and where all of them are accessed at once (or null).
+// A segment is memory that every rank has allocated in the same call, and mapped of every other
+// rank. Where each rank's begins, here, and where all of them are accessed at once (or null).
 constexpr int kSegments = 1024;
 struct Segment {
   char* base[kMaxRanks];

@@ -1,6 +1,6 @@
-// Python bindings of the CUDA target: pointers, counts and stream handles in; nothing is decided here.
+// Python bindings of the CUDA target: pointers, counts and stream handles in; nothing is decided
+// here.
 #include "bindings.h"
-
 #include "cuda_communicator.h"
 
 PYBIND11_MODULE(_cuda, m) {
@@ -11,16 +11,13 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("GRID_LIMIT") = kGridLimit;
   m.attr("LINE_RANKS") = kLineRanks;
   m.attr("SEGMENTS") = kSegments;
-  m.attr("FAILURE_LOST") = static_cast<int>(Failure::lost);
 
   m.def("problem", [] { return cuda_driver().problem(); });
   m.def("resident_blocks", [] { return cuda_driver().resident_blocks(); });
-  m.def(
-      "area_bytes",
-      [](int world, int blocks, std::size_t slot_bytes, std::size_t stage_bytes,
-         std::size_t inbox_bytes) {
-        return Layout{world, blocks, slot_bytes, stage_bytes, inbox_bytes}.bytes();
-      });
+  m.def("area_bytes", [](int world, int blocks, std::size_t slot_bytes, std::size_t stage_bytes,
+                         std::size_t inbox_bytes) {
+    return Layout{world, blocks, slot_bytes, stage_bytes, inbox_bytes}.bytes();
+  });
 
   m.def(
       "convert",
@@ -33,9 +30,8 @@ PYBIND11_MODULE(_cuda, m) {
           moves.to = static_cast<DType>(to_dtype);
           moves.scale = scale;
           std::size_t i = begin;
-          while (i < counts.size() &&
-                 add_move(moves, reinterpret_cast<const void*>(from.at(i)),
-                          reinterpret_cast<void*>(to.at(i)), counts[i]))
+          while (i < counts.size() && add_move(moves, reinterpret_cast<const void*>(from.at(i)),
+                                               reinterpret_cast<void*>(to.at(i)), counts[i]))
             ++i;
           cuda_driver().convert(moves, stream);
           return i;
@@ -57,9 +53,9 @@ PYBIND11_MODULE(_cuda, m) {
            py::arg("timeout"), py::arg("first_epoch"))
       .def("add_segment", &CudaCommunicator::add_segment)
       .def("remove_segment", &CudaCommunicator::remove_segment)
-      .def("reaches",
+      .def("find",
            [](const CudaCommunicator& self, Address memory, std::size_t bytes, bool everywhere) {
-             return self.reaches(reinterpret_cast<const void*>(memory), bytes, everywhere);
+             return self.find(reinterpret_cast<const void*>(memory), bytes, everywhere);
            })
       .def(
           "run",
@@ -70,10 +66,7 @@ PYBIND11_MODULE(_cuda, m) {
           },
           py::call_guard<py::gil_scoped_release>())
       .def("check", &CudaCommunicator::check)
-      .def("stop",
-           [](CudaCommunicator& self, int failure, int peer) {
-             self.stop(static_cast<Failure>(failure), peer);
-           })
+      .def("lose", &CudaCommunicator::lose)
       .def("close", &CudaCommunicator::close, py::arg("drain"),
            py::call_guard<py::gil_scoped_release>());
 }

@@ -10,8 +10,8 @@ CudaCommunicator::CudaCommunicator(Driver& driver, const Layout& layout, int ran
                                    std::chrono::nanoseconds timeout, std::uint32_t first_epoch)
     : driver_(driver) {
   const int world = static_cast<int>(areas.size());
-  require(world >= 1 && world <= kMaxRanks && world == layout.world,
-          "ranks: expected 1 to " + std::to_string(kMaxRanks) + ", got " + std::to_string(world));
+  require(world >= 2 && world <= kMaxRanks && world == layout.world,
+          "ranks: expected 2 to " + std::to_string(kMaxRanks) + ", got " + std::to_string(world));
   require(layout.blocks >= 1 && layout.blocks <= kGridLimit,
           "blocks: expected 1 to " + std::to_string(kGridLimit) + ", got " +
               std::to_string(layout.blocks));
@@ -95,22 +95,22 @@ void CudaCommunicator::locate(Call& call, const void* memory, std::size_t bytes)
   }
 }
 
-bool CudaCommunicator::reaches(const void* memory, std::size_t bytes, bool everywhere) const {
+int CudaCommunicator::find(const void* memory, std::size_t bytes, bool everywhere) const {
   Call call;
   locate(call, memory, bytes);
-  if (call.segment < 0) return false;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = own_.find(call.segment);
-  return found != own_.end() && (found->second.everywhere || !everywhere);
+  const bool reached = found != own_.end() && (found->second.everywhere || !everywhere);
+  return reached ? call.segment : -1;
 }
 
 void CudaCommunicator::run(Call call, const void* in, void* out, int blocks, Address stream) {
   const Layout& layout = launch_.view.layout;
   const std::size_t bytes = input_bytes(call, layout.world);
   check();
-  require(blocks >= 1 && blocks <= layout.blocks,
-          "blocks: expected 1 to " + std::to_string(layout.blocks) + ", got " +
-              std::to_string(blocks));
+  require(
+      blocks >= 1 && blocks <= layout.blocks,
+      "blocks: expected 1 to " + std::to_string(layout.blocks) + ", got " + std::to_string(blocks));
   const auto at_most = [&](const char* name, std::size_t limit) {
     require(bytes <= limit, std::string(name) + ": expected at most " + std::to_string(limit) +
                                 " bytes, got " + std::to_string(bytes));
@@ -135,7 +135,7 @@ void CudaCommunicator::run(Call call, const void* in, void* out, int blocks, Add
       require(bytes % kPackBytes == 0,
               "multimem: expected a multiple of 16 bytes, got " + std::to_string(bytes));
       require(call.kind == Kind::all_reduce, "multimem: expected an all_reduce");
-      require(reaches(in, bytes, true), "multimem: expected memory with a multicast address");
+      require(find(in, bytes, true) >= 0, "multimem: expected memory with a multicast address");
       locate(call, in, bytes);
       break;
     }
@@ -165,21 +165,23 @@ void CudaCommunicator::check() const {
   if (load_acquire(&mailbox_->failed) != 0) throw CallFailed{mailbox_->record, view.rank};
 }
 
-void CudaCommunicator::stop(Failure failure, int peer) {
+void CudaCommunicator::lose(int peer) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_ || mailbox_->stop != 0) return;
-  store_release(&mailbox_->stop, stop_word(failure, peer));
+  require(peer >= 0 && peer < launch_.view.world(), "peer: no rank " + std::to_string(peer));
+  if (closed_) return;
+  std::uint32_t& word = mailbox_->lost[peer / 32];
+  store_release(&word, word | 1u << peer % 32);
 }
 
 void CudaCommunicator::close(bool drain) {
   const View& view = launch_.view;
-  if (!drain) stop(Failure::closed, view.rank);
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return;
   closed_ = true;
+  if (!drain) store_release(&mailbox_->stop, 1);
   driver_.synchronise();
-  const auto word = static_cast<std::uint32_t>(
-      mailbox_->failed != 0 ? State::failed : State::closed);
+  const auto word =
+      static_cast<std::uint32_t>(mailbox_->failed != 0 ? State::failed : State::closed);
   for (int p = 0; p < view.world(); ++p)
     if (p != view.rank) driver_.copy(&view.state(p, view.rank).value, &word, sizeof word);
   driver_.release_mapped(mailbox_);

@@ -13,8 +13,8 @@ namespace fastreduce {
 
 class CudaCommunicator {
  public:
-  // `areas` are all ranks' control areas, zeroed, as mapped here, of layout.bytes() each. The own one
-  // is made ready; peers may be called once all ranks have done that.
+  // `areas` are all ranks' control areas, zeroed, as mapped here, of layout.bytes() each. The own
+  // one is made ready; peers may be called once all ranks have done that.
   CudaCommunicator(Driver& driver, const Layout& layout, int rank,
                    const std::vector<Address>& areas, std::chrono::nanoseconds timeout,
                    std::uint32_t first_epoch);
@@ -28,16 +28,17 @@ class CudaCommunicator {
   void add_segment(int id, const std::vector<Address>& bases, Address everywhere,
                    std::size_t bytes);
   void remove_segment(int id);
-  // Whether peers can reach [memory, memory + bytes); if `everywhere`, in one access.
-  bool reaches(const void* memory, std::size_t bytes, bool everywhere) const;
+  // The segment by which peers reach [memory, memory + bytes), if `everywhere` all in one access,
+  // or -1.
+  int find(const void* memory, std::size_t bytes, bool everywhere) const;
 
-  // Launches a call. Throws CallFailed if an earlier one has given up, and std::invalid_argument for
-  // one that the kernels cannot do; then nothing is launched.
+  // Launches a call. Throws CallFailed if an earlier one has given up, and std::invalid_argument
+  // for one that the kernels cannot do; then nothing is launched.
   void run(Call call, const void* in, void* out, int blocks, Address stream);
   // Throws CallFailed if a call has given up.
   void check() const;
-  // Lets waits end, now and from now on.
-  void stop(Failure failure, int peer);
+  // Lets waits for this peer end, now and from now on: its process has ended.
+  void lose(int peer);
   // Waits for what has been launched (without `drain`: ends it), tells the peers, frees all.
   void close(bool drain);
 

@@ -91,45 +91,16 @@ bool transfer(HostBlock& block, const View& view, const Job& job, std::uint32_t 
   return broadcast_staged(block, view, job.call.root, out, bytes);
 }
 
-template <class T>
-bool run_typed(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
-  const auto run = [&](auto op) {
-    const auto typed = arithmetic_of<T, decltype(op)>(job.call, view.world());
-    const HostArithmeticOf<T, decltype(op)> arithmetic(typed);
-    return reduce(block, view, arithmetic, job, epoch);
-  };
-  switch (job.call.op) {
-    case Op::min:
-      return run(Min());
-    case Op::max:
-      return run(Max());
-    case Op::sum:
-    case Op::mean:
-      break;
-  }
-  return run(Sum());
-}
-
 bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
-  if (job.call.kind != Kind::all_reduce && job.call.kind != Kind::reduce_scatter)
+  const Call& call = job.call;
+  if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter)
     return transfer(block, view, job, epoch);
-  switch (job.call.dtype) {
-    case DType::float32:
-      return run_typed<float>(block, view, job, epoch);
-    case DType::float64:
-      return run_typed<double>(block, view, job, epoch);
-    case DType::float16:
-      return run_typed<Half>(block, view, job, epoch);
-    case DType::bfloat16:
-      return run_typed<BFloat16>(block, view, job, epoch);
-    case DType::int32:
-      return run_typed<std::int32_t>(block, view, job, epoch);
-    case DType::int64:
-      return run_typed<std::int64_t>(block, view, job, epoch);
-    case DType::uint8:
-      break;
-  }
-  return run_typed<std::uint8_t>(block, view, job, epoch);
+  return visit_types(call.dtype, call.op, [&](auto type) {
+    using T = typename decltype(type)::Element;
+    using O = typename decltype(type)::Operation;
+    const auto scale = scale_of(static_cast<const ScaleOf<T>*>(nullptr), call, view.world());
+    return reduce(block, view, HostArithmeticOf<T, O>(TypedArithmetic<T, O>(scale)), job, epoch);
+  });
 }
 
 // Calls visit(From{}, To{}) with the element types; only floating types differ from each other.

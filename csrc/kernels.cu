@@ -2,11 +2,37 @@
 // memory for one element type and operation; a call of one moves a whole piece.
 #include <cuda_runtime.h>
 
-#include "cuda_block.h"
 #include "cuda_error.h"
+#include "device.h"
 
 namespace fastreduce {
 namespace {
+
+__shared__ BlockShared shared;
+
+struct CudaTarget {
+  __device__ int index() const { return static_cast<int>(blockIdx.x); }
+  __device__ int count() const { return static_cast<int>(gridDim.x); }
+  __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ int threads() const { return static_cast<int>(blockDim.x); }
+  __device__ bool all(bool value) const { return __syncthreads_and(value) != 0; }
+  __device__ BlockShared& shared() const { return fastreduce::shared; }
+  __device__ std::uint64_t nanoseconds() const {
+    std::uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+  }
+  __device__ bool first(std::uint32_t& word) const { return atomicExch(&word, 1u) == 0; }
+  __device__ std::uint32_t count_up(std::uint32_t& word) const {
+    __threadfence();
+    return atomicAdd(&word, 1u) + 1;
+  }
+  __device__ std::uint32_t look(const std::uint32_t& word) const {
+    return *static_cast<const volatile std::uint32_t*>(&word);
+  }
+};
+
+using CudaBlock = DeviceBlock<CudaTarget>;
 
 __device__ Scale<float> factors(const Scale<float>*) { return shared.launch->factors.single; }
 __device__ Scale<double> factors(const Scale<double>*) { return shared.launch->factors.twice; }
@@ -15,77 +41,48 @@ __device__ Divisor<A> factors(const Divisor<A>*) {
   return {static_cast<A>(shared.launch->factors.divisor)};
 }
 
-template <class T, class O>
-struct Typed {
-  __device__ TypedArithmetic<T, O> arithmetic() const {
-    return TypedArithmetic<T, O>(factors(static_cast<const ScaleOf<T>*>(nullptr)));
-  }
-};
-
-// Calls visit(Typed<T, O>{}) for the element type and the operation of the call.
+// visit(arithmetic) for the types of the call.
 template <class Visit>
-__device__ __forceinline__ auto visit_types(const Visit& visit) {
+__device__ __forceinline__ auto visit_arithmetic(const Visit& visit) {
   const Call& call = shared.launch->job.call;
-  const auto with = [&](auto element) {
-    using T = decltype(element);
-    switch (call.op) {
-      case Op::min:
-        return visit(Typed<T, Min>{});
-      case Op::max:
-        return visit(Typed<T, Max>{});
-      default:
-        return visit(Typed<T, Sum>{});
-    }
-  };
-  switch (call.dtype) {
-    case DType::float32:
-      return with(float{});
-    case DType::float64:
-      return with(double{});
-    case DType::float16:
-      return with(Half{});
-    case DType::bfloat16:
-      return with(BFloat16{});
-    case DType::int32:
-      return with(std::int32_t{});
-    case DType::int64:
-      return with(std::int64_t{});
-    default:
-      return with(std::uint8_t{});
-  }
+  return visit_types(call.dtype, call.op, [&](auto type) {
+    using T = typename decltype(type)::Element;
+    using O = typename decltype(type)::Operation;
+    return visit(TypedArithmetic<T, O>(factors(static_cast<const ScaleOf<T>*>(nullptr))));
+  });
 }
 
-// Each of these is one function, for all types, that is not inlined: a kernel calls it in many places.
-// Pointers come in the block's tables, and arguments are few, so that all are in registers.
+// Each of these is one function, for all types, that is not inlined: a kernel calls it in many
+// places. Pointers come in the block's tables, and arguments are few, so that all are in registers.
 __device__ __noinline__ void reduce_tables(int stores, int count, std::size_t n) {
-  visit_types([&](auto type) {
+  visit_arithmetic([&](const auto& typed) {
     CudaBlock block;
-    type.arithmetic().reduce(
+    typed.reduce(
         block, [](int k) { return shared.to[k]; }, stores, [](int k) { return shared.from[k]; },
         count, n);
   });
 }
 
 __device__ __noinline__ void open_partial(char* partial, const char* own, std::size_t n) {
-  visit_types([&](auto type) {
+  visit_arithmetic([&](const auto& typed) {
     CudaBlock block;
-    type.arithmetic().open_partial(block, partial, own, n);
+    typed.open_partial(block, partial, own, n);
   });
 }
 
 __device__ __noinline__ void add_partial(char* partial, const char* arrived, const char* own,
                                          std::size_t n) {
-  visit_types([&](auto type) {
+  visit_arithmetic([&](const auto& typed) {
     CudaBlock block;
-    type.arithmetic().add_partial(block, partial, arrived, own, n);
+    typed.add_partial(block, partial, arrived, own, n);
   });
 }
 
 __device__ __noinline__ void close_partial(char* kept, char* sent, const char* arrived,
                                            const char* own, std::size_t n) {
-  visit_types([&](auto type) {
+  visit_arithmetic([&](const auto& typed) {
     CudaBlock block;
-    type.arithmetic().close_partial(block, kept, sent, arrived, own, n);
+    typed.close_partial(block, kept, sent, arrived, own, n);
   });
 }
 
@@ -119,8 +116,8 @@ class CudaArithmetic {
   __device__ bool reduce_lines(CudaBlock& block, char* out, const char* own, const From& from,
                                int rank, int count, Range part, std::size_t bytes,
                                std::uint32_t epoch) const {
-    return visit_types([&](auto type) {
-      return type.arithmetic().reduce_lines(block, out, own, from, rank, count, part, bytes, epoch);
+    return visit_arithmetic([&](const auto& typed) {
+      return typed.reduce_lines(block, out, own, from, rank, count, part, bytes, epoch);
     });
   }
 
@@ -220,75 +217,29 @@ __device__ void CudaArithmetic::reduce_everywhere([[maybe_unused]] CudaBlock& bl
 #endif
 }
 
-// Runs a call, and counts it once all blocks are through.
-template <class Body>
-__device__ void run_call(const Launch& launch, const Body& body) {
-  DeviceState& state = *launch.state;
-  if (*static_cast<volatile std::uint32_t*>(&state.failed) != 0) return;
-  if (threadIdx.x == 0) shared.launch = &launch;
-  const std::uint32_t epoch = epoch_after(state.epoch);
-  CudaBlock block;
-  block.all(true);
-  body(block, epoch);
-  block.all(true);
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  if (atomicAdd(&state.left, 1u) + 1 != gridDim.x) return;
-  state.left = 0;
-  state.epoch = epoch;
-}
+#define FR_KERNEL __global__ void __launch_bounds__(kBlockThreads, 1)
 
-// After open(): where every rank's tensor lies, as each has told.
-__device__ void find_peers(CudaBlock& block, const Launch& launch) {
-  for (int p = block.thread(); p < launch.view.world(); p += block.threads()) {
-    const Call& call = block.calls()[p];
-    if (call.segment >= 0)
-      shared.peers[p] = launch.segments[call.segment].base[p] + call.offset;
-  }
-  block.all(true);
-}
-
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    reduction(const __grid_constant__ Launch launch) {
-  run_call(launch, [&](CudaBlock& block, std::uint32_t epoch) {
-    const Job& job = launch.job;
-    if (!open(block, launch.view, job, epoch)) return;
-    find_peers(block, launch);
-    // Where one rank's tensor is staged and another's is not, they are at no common address.
-    if (job.call.algorithm == Algorithm::multimem && same_place(block, launch.view))
-      multimem(block, launch.view, CudaArithmetic(),
-               launch.segments[job.call.segment].everywhere + job.call.offset, job.call.count);
-    else
-      reduce_direct(block, launch.view, CudaArithmetic(), job, shared.peers, epoch);
+FR_KERNEL reduction(const __grid_constant__ Launch launch) {
+  run_call(CudaBlock(), launch, [&](CudaBlock& block, std::uint32_t epoch) {
+    reduce_call(block, launch, CudaArithmetic(), epoch);
   });
 }
 
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    ring_reduction(const __grid_constant__ Launch launch) {
-  run_call(launch, [&](CudaBlock& block, std::uint32_t epoch) {
-    const Job& job = launch.job;
-    if (!open(block, launch.view, job, epoch)) return;
-    ring(block, launch.view, CudaArithmetic(), static_cast<const char*>(job.in),
-         static_cast<char*>(job.out), job.call.count);
+FR_KERNEL ring_reduction(const __grid_constant__ Launch launch) {
+  run_call(CudaBlock(), launch, [&](CudaBlock& block, std::uint32_t epoch) {
+    ring_call(block, launch, CudaArithmetic(), epoch);
   });
 }
 
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    small_reduction(const __grid_constant__ Launch launch) {
-  run_call(launch, [&](CudaBlock& block, std::uint32_t epoch) {
-    const Job& job = launch.job;
-    greet(block, launch.view, epoch, job.call);
-    low_latency(block, launch.view, CudaArithmetic(), epoch, job.call,
-                static_cast<const char*>(job.in), static_cast<char*>(job.out));
+FR_KERNEL small_reduction(const __grid_constant__ Launch launch) {
+  run_call(CudaBlock(), launch, [&](CudaBlock& block, std::uint32_t epoch) {
+    low_latency_call(block, launch, CudaArithmetic(), epoch);
   });
 }
 
-__global__ void __launch_bounds__(kBlockThreads, 1) transfer(const __grid_constant__ Launch launch) {
-  run_call(launch, [&](CudaBlock& block, std::uint32_t epoch) {
-    if (!open(block, launch.view, launch.job, epoch)) return;
-    find_peers(block, launch);
-    transfer_direct(block, launch.view, launch.job, shared.peers, epoch);
-  });
+FR_KERNEL transfer(const __grid_constant__ Launch launch) {
+  run_call(CudaBlock(), launch,
+           [&](CudaBlock& block, std::uint32_t epoch) { transfer_call(block, launch, epoch); });
 }
 
 using Kernel = void (*)(Launch);

@@ -101,9 +101,9 @@ inline namespace FR_ISA {
 // Opens a call where no leader can announce it for all blocks. What this rank's block, or the
 // kernels before it, wrote can be seen by who agrees.
 //
-// Two parities suffice, for greetings, slots and lines: a block greets for call e + 2 only after its
-// rank has completed e + 1, for which a block of every peer greeted; and it greeted after all blocks
-// of its rank had completed e.
+// Two parities suffice, for greetings, slots and lines: a block greets for call e + 2 only after
+// its rank has completed e + 1, for which a block of every peer greeted; and it greeted after all
+// blocks of its rank had completed e.
 template <class Block>
 FR_BLOCK void greet(Block& block, const View& view, std::uint32_t epoch, const Call& mine) {
   block.all(true);

@@ -138,8 +138,8 @@ FR_FN A tree_up_to(const A (&leaf)[Width], int count) {
   }
 }
 
-// Every output's packs out of those of `count` inputs, at most Width, a power of two. A thread loads
-// kInFlight packs before it uses the first.
+// Every output's packs out of those of `count` inputs, at most Width, a power of two. A thread
+// loads kInFlight packs before it uses the first.
 template <class T, class Op, int Width, class Block, class To, class From, class S>
 FR_BLOCK void reduce_packs(Block& block, const To& to, int stores, const From& from, int count,
                            std::size_t packs, const S& scale) {
@@ -148,8 +148,7 @@ FR_BLOCK void reduce_packs(Block& block, const To& to, int stores, const From& f
   const std::size_t stride = block.threads();
   const T* source[Width];
   FR_UNROLL
-  for (int k = 0; k < Width; ++k)
-    source[k] = reinterpret_cast<const T*>(from(k < count ? k : 0));
+  for (int k = 0; k < Width; ++k) source[k] = reinterpret_cast<const T*>(from(k < count ? k : 0));
   FR_ROLLED
   for (std::size_t first = block.thread(); first < packs; first += kAhead * stride) {
     Items<T, kItems> in[kAhead][Width];
@@ -297,8 +296,7 @@ FR_OUT_OF_LINE void copy_dealt(int thread, int threads, char* to, const char* fr
     }
     for (; p < units; p += stride) out[p] = in[p];
     for (std::size_t i = thread; i < begin; i += stride) to[i] = from[i];
-    for (std::size_t i = begin + units * kUnit + thread; i < bytes; i += stride)
-      to[i] = from[i];
+    for (std::size_t i = begin + units * kUnit + thread; i < bytes; i += stride) to[i] = from[i];
   };
   if ((target - source) % kPackBytes == 0)
     in_units(Items<char, kPackBytes>{});

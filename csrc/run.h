@@ -66,13 +66,47 @@ FR_FN Divisor<A> scale_of(const Divisor<A>*, const Call& call, int world) {
   return {call.op == Op::mean ? static_cast<A>(world) : A(1)};
 }
 
+// An element type and an operation, as a value.
 template <class T, class O>
-FR_FN TypedArithmetic<T, O> arithmetic_of(const Call& call, int world) {
-  return TypedArithmetic<T, O>(scale_of(static_cast<const ScaleOf<T>*>(nullptr), call, world));
+struct Typed {
+  using Element = T;
+  using Operation = O;
+};
+
+// visit(Typed<T, O>{}) for those of a call.
+template <class Visit>
+FR_BLOCK FR_INLINE auto visit_types(DType dtype, Op op, const Visit& visit) {
+  const auto with = [&](auto element) {
+    using T = decltype(element);
+    switch (op) {
+      case Op::min:
+        return visit(Typed<T, Min>{});
+      case Op::max:
+        return visit(Typed<T, Max>{});
+      default:
+        return visit(Typed<T, Sum>{});
+    }
+  };
+  switch (dtype) {
+    case DType::float32:
+      return with(float{});
+    case DType::float64:
+      return with(double{});
+    case DType::float16:
+      return with(Half{});
+    case DType::bfloat16:
+      return with(BFloat16{});
+    case DType::int32:
+      return with(std::int32_t{});
+    case DType::int64:
+      return with(std::int64_t{});
+    default:
+      return with(std::uint8_t{});
+  }
 }
 
-// What a call does after enter(), out of the slots of a one-shot call or by way of `peers`, which holds
-// every rank's tensor, mapped here.
+// What a call does after enter(), out of the slots of a one-shot call or by way of `peers`, which
+// holds every rank's tensor, mapped here.
 template <class Block, class Arithmetic>
 FR_BLOCK bool reduce_direct(Block& block, const View& view, const Arithmetic& arithmetic,
                             const Job& job, void* const* peers, std::uint32_t epoch) {

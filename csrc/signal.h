@@ -177,7 +177,8 @@ struct Layout {
   FR_FN std::size_t stages() const { return slots() + 2 * slot_bytes; }
   FR_FN std::size_t greetings() const { return stages() + blocks * stage_bytes; }
   FR_FN std::size_t inboxes() const {
-    const std::size_t greeters = inbox_bytes == 0 ? 0 : 2 * static_cast<std::size_t>(blocks) * world;
+    const std::size_t greeters =
+        inbox_bytes == 0 ? 0 : 2 * static_cast<std::size_t>(blocks) * world;
     return greetings() + greeters * kLineBytes;
   }
   FR_FN std::size_t bytes() const { return inboxes() + 2 * inbox() * world; }
@@ -240,8 +241,8 @@ struct View {
   }
 };
 
-// A rank's own area, zeroed, as it is before the first call: flags begin where the counters do, which
-// count from `first`.
+// A rank's own area, zeroed, as it is before the first call: flags begin where the counters do,
+// which count from `first`.
 inline void initialise(const View& view, std::uint32_t first) {
   new (&view.failure(view.rank)) FailureRecord();
   for (int p = 0; p < view.world(); ++p) {

@@ -9,12 +9,14 @@
 // FR_FN marks a small function that every target compiles, FR_BLOCK a template over a Block,
 // FR_OUT_OF_LINE one that a GPU's protocols call in so many places that it is not inlined there.
 // FR_UNROLL unrolls the next loop: on a GPU, an array stays in registers only if all its indices
-// are known. FR_ROLLED keeps the next loop as it is, where code would only grow. FR_INDEPENDENT says that the iterations of the next loop may run in any order or at
-// once: the pointers in it are either equal or disjoint, never shifted against each other.
+// are known. FR_ROLLED keeps the next loop as it is, where code would only grow. FR_INDEPENDENT
+// says that the iterations of the next loop may run in any order or at once: the pointers in it are
+// either equal or disjoint, never shifted against each other.
 #if defined(__CUDACC__)
 #define FR_FN __host__ __device__ __forceinline__
 #define FR_BLOCK __device__
 #define FR_OUT_OF_LINE inline __device__ __noinline__
+#define FR_INLINE __forceinline__
 #if defined(__CUDA_ARCH__)
 #define FR_UNROLL _Pragma("unroll")
 #define FR_ROLLED _Pragma("unroll 1")
@@ -27,6 +29,7 @@
 #define FR_FN inline __attribute__((always_inline))
 #define FR_BLOCK
 #define FR_OUT_OF_LINE inline
+#define FR_INLINE inline
 #define FR_UNROLL _Pragma("unroll")
 #define FR_ROLLED
 #define FR_INDEPENDENT _Pragma("clang loop vectorize(assume_safety) interleave(enable)")
@@ -34,6 +37,7 @@
 #define FR_FN inline __attribute__((always_inline))
 #define FR_BLOCK
 #define FR_OUT_OF_LINE inline
+#define FR_INLINE inline
 #define FR_UNROLL _Pragma("GCC unroll 16")
 #define FR_ROLLED
 #define FR_INDEPENDENT _Pragma("GCC ivdep")

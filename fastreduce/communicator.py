@@ -11,8 +11,8 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from fastreduce import _C, errors, policy
+from fastreduce import _C, arrays, cuda, errors, policy, tuning
 from fastreduce.memory import NOT_SHARED, SharedTensors
 from fastreduce.process_group import ProcessGroupTransport, as_timedelta, fail
 
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastreduce")
 
 Op = Literal["sum", "mean", "min", "max"]
-Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
+Algorithm = Literal["auto", "one_shot", "two_shot", "ring", "low_latency", "multimem"]
 
 _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _BARRIER = range(len(errors.KINDS))
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
 _OPS = {name: number for number, name in enumerate(errors.OPS)}
 _ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
-_ONE_SHOT, _TWO_SHOT, _RING = (_ALGORITHMS[name] for name in errors.ALGORITHMS)
+# Those of the host's ranks; the others need a GPU's way to store.
+_HOST_ALGORITHMS = {name: _ALGORITHMS[name] for name in ("one_shot", "two_shot", "ring")}
+_ONE_SHOT, _TWO_SHOT, _RING = _HOST_ALGORITHMS.values()
 _BARRIER_PLAN = _C.plan(_BARRIER, _DTYPES[torch.uint8], _OPS["sum"], _ONE_SHOT, 0)
 
 # How long the ranks of a host may take to find each other once all have entered the constructor.
@@ -53,7 +55,8 @@ class Work(Protocol):
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Blocks until the call has completed; raises what it raised. ``timeout`` in seconds:
-        TimeoutError once it has passed, the call goes on."""
+        TimeoutError once it has passed, the call goes on. On a GPU, without a timeout, it is the
+        current stream that waits."""
 
     def is_completed(self) -> bool:
         """Whether wait() would return, or raise, at once."""
@@ -94,22 +97,26 @@ class Communicator:
 
     Where all ranks can share memory (one host, one network namespace, one user), the calls run
     in this library's kernels over shared memory; elsewhere through the group's own backend,
-    and the log says why. Creating one is collective: all ranks of the group, and only they,
-    call the constructor. Calls are collective too, and every rank makes them in the same
-    order. Several communicators, of any groups, can exist at once.
+    and the log says why. CUDA tensors run in CUDA kernels where the ranks' GPUs reach each other's
+    memory, else through the group's backend; the first call with one is when that is found out (do
+    not capture that one into a graph). Creating a communicator is collective: all ranks of the
+    group, and only they, call the constructor. Calls are collective too, and every rank makes them
+    in the same order. Several communicators, of any groups, can exist at once.
 
     Sums run over a fixed binary tree of ranks, in float32 for 16-bit types, rounded once: the
-    same bits on every rank, for every size, for ``one_shot`` and ``two_shot``. ``ring`` sums in
-    ring order, the process group in its own. Integers wrap; their mean truncates towards zero.
-    Which NaN comes out, where there is one, is not specified.
+    same bits on every rank, for every size, for ``one_shot``, ``two_shot`` and ``low_latency``.
+    ``ring`` sums in ring order, ``multimem`` in the switch's, the process group in its own.
+    Integers wrap; their mean truncates towards zero. Which NaN comes out, where there is one, is
+    not specified.
 
     Args:
         group: a process group of which this process is a member; None for the default group.
         timeout: seconds (or a timedelta) that any one wait for a peer may take.
         threads: threads with which this rank moves large buffers, 1 to 16. By default the
             rank's share of the host's cores; the smallest value of any rank counts.
-        deterministic: refuse what cannot promise the order of summation (``ring``, the process
-            group). ``torch.use_deterministic_algorithms(True)`` does the same.
+        deterministic: refuse what cannot promise the order of summation (``ring``,
+            ``multimem``, the process group). ``torch.use_deterministic_algorithms(True)`` does
+            the same.
 
     Attributes:
         rank, world_size: of the group.
@@ -145,6 +152,8 @@ class Communicator:
         self._core, reason = self._share_memory(threads, _first_epoch)
         self.shared_memory = self._core is not None
         self._said: set[str] = set()
+        self._gpus: dict[torch.device, cuda.CudaTransport | None] = {}
+        self._first_epoch = _first_epoch
         # For all_reduce, by dtype, shape, op and algorithm.
         self._plans: dict[tuple[torch.dtype, torch.Size, str, str], tuple[int, int, bool]] = {}
         # Calls of the communication thread, in order, and the tensors they work on.
@@ -247,7 +256,7 @@ class Communicator:
 
     def all_reduce(
         self,
-        tensor: Tensor,
+        tensor: Tensor | arrays.Array,
         op: Op = "mean",
         algorithm: Algorithm = "auto",
         async_op: bool = False,
@@ -259,9 +268,12 @@ class Communicator:
         Args:
             tensor: any shape, the same on all ranks; float32, float64, float16, bfloat16, int32,
                 int64 or uint8. Zero-copy if it lies in shared memory on every rank (see
-                :meth:`empty`), staged otherwise.
+                :meth:`empty`), staged otherwise. Or an array of another library, by DLPack or
+                ``__cuda_array_interface__`` (NumPy, CuPy ...).
             op: ``mean`` is sum x (1/N), in the accumulator, before the one rounding.
-            algorithm: ``one_shot`` up to 256 KiB, ``two_shot``, ``ring``, or the fastest.
+            algorithm: ``one_shot`` up to 256 KiB, ``two_shot``, ``ring``, or the fastest. On GPUs
+                ``one_shot`` up to 512 KiB, ``low_latency`` up to 256 KiB and 8 ranks, and
+                ``multimem`` where an NVLink switch adds (float32, float16, bfloat16).
             async_op: return a :class:`Work` at once and run on the communication thread. The
                 tensor must be contiguous and must not be touched before ``wait()`` returns.
             scale: factor on every rank's input, applied in the accumulator (floating types).
@@ -271,6 +283,9 @@ class Communicator:
             CommunicatorError: see :mod:`fastreduce.errors`.
         """
         core = self._core
+        if not isinstance(tensor, Tensor):
+            with arrays.borrowed(tensor) as borrowed:
+                return self.all_reduce(borrowed, op, algorithm, async_op, scale=scale)
         if not tensor.is_contiguous() or tensor.is_neg():
             self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
             return None
@@ -319,6 +334,15 @@ class Communicator:
         _number("op", _OPS, op)
         _check_scale(scale, tensor)
         core = self._core
+        gpu = self._gpu(tensor)
+        if gpu is not None:
+            name = self._gpu_algorithm(gpu, tensor, op, "auto")
+            if name != "process_group":
+                shape = _checksum(tensor.shape)
+                with gpu.aside(tensor):
+                    gpu.all_reduce(tensor, op, name, scale, shape)
+                    future.set_result(tensor)  # whose readers' streams wait for this one
+                return
         if core is None or not tensor.is_cpu:
             self._refuse_if_deterministic("the process group")
             self._group.all_reduce_future(future, tensor, op, scale, self._errors)
@@ -372,6 +396,16 @@ class Communicator:
         _number("op", _OPS, op)
         _check_scale(scale, output)
         self._check_overlap(whole=input, part=output)
+        gpu = self._gpu(output)
+        if gpu is not None:
+            shape = _checksum(output.shape)
+            return _on_gpu(
+                gpu,
+                lambda: gpu.reduce_scatter(output, input, op, scale, shape),
+                async_op,
+                output,
+                input,
+            )
         if self._core is None or not output.is_cpu:
             self._refuse_if_deterministic("the process group")
             return self._group.reduce_scatter(output, input, op, async_op, scale)
@@ -387,6 +421,12 @@ class Communicator:
         """
         _check_pair("output", output, "input", input, self.world_size)
         self._check_overlap(whole=output, part=input)
+        gpu = self._gpu(input)
+        if gpu is not None:
+            shape = _checksum(input.shape, input.dtype)
+            return _on_gpu(
+                gpu, lambda: gpu.all_gather(output, input, shape), async_op, output, input
+            )
         if self._core is None or not input.is_cpu:
             return self._group.all_gather(output, input, async_op)
         return self._call(_ALL_GATHER, input, output, input, async_op)
@@ -400,6 +440,10 @@ class Communicator:
         if not 0 <= root < self.world_size:
             raise ValueError(f"root: expected 0 to {self.world_size - 1}, got {root}")
         _check_dense("tensor", tensor)
+        gpu = self._gpu(tensor)
+        if gpu is not None:
+            shape = _checksum(tensor.shape, tensor.dtype)
+            return _on_gpu(gpu, lambda: gpu.broadcast(tensor, root, shape), async_op, tensor)
         if self._core is None or not tensor.is_cpu:
             return self._group.broadcast(tensor, root, async_op)
         return self._call(_BROADCAST, tensor, tensor, tensor, async_op, root=root)
@@ -413,17 +457,31 @@ class Communicator:
         self._core.run(_BARRIER_PLAN, 0, 0, 0, 0, 1.0, NOT_SHARED)
         return None
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def empty(
+        self,
+        *shape: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> Tensor:
         """An uninitialised tensor in memory that the peers can map: calls on it are zero-copy. (One
         of a few KiB, up to where ``one_shot`` is the faster, is an ordinary tensor.)
 
-        Not collective; works without /dev/shm. The memory is reserved here and given back when
-        the tensor and its views are gone, after the next call.
+        On the CPU not collective; works without /dev/shm. The memory is reserved here and given
+        back when the tensor and its views are gone, after the next call. On a GPU collective: all
+        ranks make the same tensors in the same order. Where GPUs do not reach each other's memory,
+        an ordinary tensor.
 
         Raises:
             RuntimeError: there is not that much memory.
         """
         dtype = dtype or torch.get_default_dtype()
+        place = torch.device("cpu" if device is None else device)
+        if place.type != "cpu":
+            place = torch.empty(0, device=place).device  # with its index
+            gpu = self._gpu_on(place)
+            if gpu is None:
+                return torch.empty(shape, dtype=dtype, device=place)
+            return gpu.empty(shape, dtype)
         count = torch.Size(shape).numel()
         nbytes = count * dtype.itemsize
         # One for each segment would be used up by descriptors. Small tensors never need theirs.
@@ -433,6 +491,40 @@ class Communicator:
         memory = _C.Allocation(self._core, nbytes)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
+    def tune(self, device: torch.device | str | int, *, sizes: Sequence[int] | None = None) -> None:
+        """Measures which algorithm is the fastest for which size between these GPUs, and uses and
+        remembers that: in a file of this machine's (see :mod:`fastreduce.tuning`).
+
+        Collective; takes some seconds. ``sizes``: bytes, ascending.
+
+        Raises:
+            RuntimeError: CUDA tensors on ``device`` go through the process group.
+        """
+        place = torch.empty(0, device=device).device
+        gpu = self._gpu_on(place)
+        if gpu is None:
+            raise RuntimeError(f"tune: tensors on {place} go through the process group")
+
+        def run(algorithm: str, tensor: Tensor) -> None:
+            if algorithm == "process_group":
+                self._group.all_reduce(tensor, "sum", False, 1.0)
+            else:
+                gpu.all_reduce(tensor, "sum", algorithm, 1.0, _checksum(tensor.shape))
+
+        sizes = tuple(sizes or tuning.SIZES)
+        buffer = gpu.empty((max(sizes),), torch.uint8)
+        times = tuning.measure(run, buffer, self.world_size, gpu.topology, sizes)
+        # The slowest rank counts, and all decide alike.
+        every = self._group.all_gather_object(times)
+        worst = {
+            name: {size: max(each[name][size] for each in every) for size in times[name]}
+            for name in times
+        }
+        limits = policy.limits_of(worst)
+        gpu.topology = replace(gpu.topology, limits=limits)
+        if self.rank == 0:
+            tuning.remember(self._machine(place), limits)
+
     # -- lifetime -----------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -441,6 +533,10 @@ class Communicator:
 
     def _close(self, *, drain: bool) -> None:
         self._group.close()
+        gpus, self._gpus = self._gpus, {}
+        for gpu in gpus.values():
+            if gpu is not None:
+                gpu.close(drain=drain)
         if self._core is not None:
             _end(self._core, self._notifier, drain)
             self._pending.clear()
@@ -542,7 +638,7 @@ class Communicator:
         nbytes = count * dtype.itemsize
         if name == "auto":
             name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
-        algorithm = _number("algorithm", _ALGORITHMS, name)
+        algorithm = _number("algorithm", _HOST_ALGORITHMS, name)
         if algorithm == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
             raise ValueError(f"one_shot: expected at most {policy.SLOT_BYTES} bytes, got {nbytes}")
         code = _C.plan(_ALL_REDUCE, *codes, algorithm, _checksum(shape))
@@ -572,14 +668,78 @@ class Communicator:
         _number("op", _OPS, op)
         if algorithm != "auto":
             _number("algorithm", _ALGORITHMS, algorithm)
+        gpu = self._gpu(tensor)
+        if gpu is not None:
+            _check_scale(scale, tensor)
+            name = self._gpu_algorithm(gpu, tensor, op, algorithm)
+            if name != "process_group":
+                shape = _checksum(tensor.shape)
+                return _on_gpu(
+                    gpu, lambda: gpu.all_reduce(tensor, op, name, scale, shape), async_op, tensor
+                )
+        elif algorithm != "auto":
             raise ValueError(
                 f'algorithm: expected "auto" where memory is not shared, got "{algorithm}"'
             )
         _check_scale(scale, tensor)
-        if self._core is not None:
+        if self._core is not None and not tensor.is_cpu and not tensor.is_cuda:
             self._say(f"tensors on {tensor.device.type} go through the process group")
         self._refuse_if_deterministic("the process group")
         return self._group.all_reduce(tensor, op, async_op, scale)
+
+    def _gpu(self, tensor: Tensor) -> cuda.CudaTransport | None:
+        """What runs calls on the tensor's GPU; None where the process group does."""
+        return self._gpu_on(tensor.device) if tensor.is_cuda else None
+
+    def _gpu_on(self, device: torch.device) -> cuda.CudaTransport | None:
+        """Collective the first time that a device is seen."""
+        known = self._gpus.get(device, self)
+        if known is not self:
+            return known  # type: ignore[return-value]
+        if self.world_size == 1:
+            self._gpus[device] = None
+            return None
+        if not cuda.problem() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the first call with a CUDA tensor connects the ranks' GPUs, which cannot be "
+                "captured: make one call before the capture"
+            )
+        gpu, reason = cuda.connect(
+            self._group,
+            self._group.group,
+            self.rank,
+            device,
+            self.timeout,
+            tuning.recall(self._machine(device)),
+            self._first_epoch,
+        )
+        self._gpus[device] = gpu
+        if gpu is None:
+            self._say(f"CUDA tensors go through the process group, because {reason}")
+        return gpu
+
+    def _machine(self, device: torch.device) -> str:
+        """What measured limits hold for."""
+        if cuda.problem():
+            return ""
+        name = torch.cuda.get_device_name(device)
+        return f"{self.world_size} x {name}, CUDA {torch.version.cuda}"
+
+    def _gpu_algorithm(
+        self, gpu: cuda.CudaTransport, tensor: Tensor, op: str, algorithm: str
+    ) -> str:
+        ordered = self.deterministic or torch.are_deterministic_algorithms_enabled()
+        if algorithm != "auto":
+            if algorithm in ("ring", "multimem"):
+                self._refuse_if_deterministic(algorithm)
+            return algorithm
+        topology = gpu.topology
+        # The switch rounds a float16 sum before it is scaled, so that a mean could overflow.
+        if tensor.dtype not in (torch.float32, torch.bfloat16) or op not in ("sum", "mean"):
+            topology = replace(topology, multicast=False)
+        return policy.choose_algorithm(
+            tensor.nbytes, self.world_size, topology, deterministic=ordered
+        )
 
     def _all_reduce_strided(
         self, tensor: Tensor, op: Op, algorithm: Algorithm, async_op: bool, scale: float
@@ -624,6 +784,18 @@ def _notify(
                 fail(future, error, errors)
             else:
                 future.set_result(tensor)
+
+
+def _on_gpu(
+    gpu: cuda.CudaTransport, call: Callable[[], None], async_op: bool, *tensors: Tensor
+) -> Work | None:
+    """On the current stream, or beside it."""
+    if not async_op:
+        call()
+        return None
+    with gpu.aside(*tensors):
+        call()
+        return gpu.work()
 
 
 def _end(core: _C.HostCommunicator, notifier: list[threading.Thread], drain: bool) -> None:

@@ -7,7 +7,7 @@ import struct
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 OPS = ("sum", "mean", "min", "max")
-ALGORITHMS = ("one_shot", "two_shot", "ring")
+ALGORITHMS = ("one_shot", "two_shot", "ring", "low_latency", "multimem")
 PHASES = ("enter", "reduce", "gather", "exit")
 
 # csrc/signal.h: Failure and Field, in order.

@@ -5,9 +5,12 @@ Everything here is pure: the same arguments give the same answer on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 KIB = 1 << 10
+MIB = 1 << 20
 
 # The largest payload that a slot holds: what algorithm="one_shot" accepts at most.
 SLOT_BYTES = 256 * KIB
@@ -40,12 +43,197 @@ class Patience:
     yield_ns: int
 
 
-def choose_algorithm(nbytes: int, world_size: int, topology: Topology) -> str:
-    """The fastest algorithm for an all-reduce of ``nbytes`` bytes: ``"one_shot"``,
-    ``"two_shot"``, or ``"process_group"`` where memory is not shared."""
-    if not topology.shared_memory:
+# What a GPU's memory between the ranks holds, of each kind. See csrc/signal.h: Layout.
+GPU_SLOT_BYTES = 512 * KIB
+GPU_INBOX_BYTES = 256 * KIB
+GPU_STAGE_BYTES = 256 * KIB  # of one block, for ring
+# Tensors that peers cannot reach go through memory that they can, in pieces of this size.
+GPU_PIECE_BYTES = 32 * MIB
+
+Link = Literal["switch", "mesh", "pcie", "none"]
+
+
+@dataclass(frozen=True)
+class GpuTopology:
+    """What the GPUs of a group, one per rank, are connected by.
+
+    Attributes:
+        link: how every GPU reaches every other's memory: ``switch`` (NVLink through NVSwitch),
+            ``mesh`` (NVLink to each of them), ``pcie``, or ``none`` where some pair cannot.
+        multicast: the switch adds and multiplies (NVLink SHARP).
+        bandwidth: of one GPU's links in one direction, bytes/s.
+        signal: seconds from a store until the peer that polls has seen it.
+        memory: of one GPU's own memory, bytes/s.
+        hosts: that the ranks run on.
+        limits: measured by ``tune``: algorithm -> the largest message, in bytes, that it is the
+            fastest for, in ascending order, None for the last; empty where nothing was measured.
+    """
+
+    link: Link
+    multicast: bool = False
+    bandwidth: float = 450e9
+    signal: float = 1.0e-6
+    memory: float = 3.0e12
+    hosts: int = 1
+    limits: tuple[tuple[str, int | None], ...] = ()
+
+
+# Of a launch within a graph, before anything moves and after the last has: an estimate.
+_KERNEL_SECONDS = 2.5e-6
+# What a process group's collective costs before anything moves: NCCL's latency within one host, and
+# the share of the links that it gets for large messages. Estimates; see docs/gpu.md.
+_GROUP_SECONDS = 9.0e-6
+_GROUP_SHARE = 0.8
+# The share of the links that loads and stores of our kernels get. An estimate, until measured.
+_KERNEL_SHARE = 0.8
+# Above this, the process group runs: NCCL uses fewer multiprocessors for the same bandwidth.
+_GROUP_BYTES = 32 * MIB
+
+GPU_ALGORITHMS = ("low_latency", "one_shot", "two_shot", "multimem", "ring", "process_group")
+
+
+def link_bytes(algorithm: str, nbytes: int, world_size: int, *, multicast: bool = False) -> float:
+    """Bytes that one rank's link carries in its busier direction, for an all-reduce of ``nbytes``.
+
+    See the table at the head of csrc/all_reduce.h. What a process group does is not ours to say:
+    with a switch that adds, at best what ``multimem`` does, else what a ring does.
+    """
+    others = world_size - 1
+    split = nbytes / world_size
+    return {
+        "low_latency": 2 * nbytes * others,  # every 8 bytes travel with 8 that tell of them
+        "one_shot": nbytes * others,
+        "two_shot": 2 * split * others,  # reads of the own chunk, and the peers' stores
+        "multimem": nbytes + split,
+        "ring": 2 * split * others,
+        "process_group": nbytes + split if multicast else 2 * split * others,
+    }[algorithm]
+
+
+def flags(algorithm: str, world_size: int) -> int:
+    """One-way signals, and halves of round trips of loads, one after the other in a call."""
+    return {
+        "low_latency": 1,
+        "one_shot": 1 + 2,
+        "two_shot": 1 + 2 + 1,
+        "multimem": 1 + 2 + 1,
+        "ring": 1 + 2 * (world_size - 1),
+        "process_group": 0,  # contained in what a call of it costs
+    }[algorithm]
+
+
+def expected_seconds(algorithm: str, nbytes: int, world_size: int, topology: GpuTopology) -> float:
+    """What an all-reduce takes by bytes moved and signals, on paper."""
+    moved = link_bytes(algorithm, nbytes, world_size, multicast=topology.multicast)
+    if algorithm == "process_group":
+        return _GROUP_SECONDS + moved / (_GROUP_SHARE * topology.bandwidth)
+    local = 2 * nbytes / topology.memory if algorithm == "one_shot" else 0.0  # fills the slot
+    wire = moved / (_KERNEL_SHARE * topology.bandwidth)
+    return _KERNEL_SECONDS + flags(algorithm, world_size) * topology.signal + local + wire
+
+
+def candidates(
+    nbytes: int, world_size: int, topology: GpuTopology, *, deterministic: bool = False
+) -> list[str]:
+    """The algorithms that can do an all-reduce, in ascending order of the messages they are for."""
+    if topology.link == "none" or (topology.hosts > 1 and topology.link != "switch"):
+        return ["process_group"]
+    able = []
+    if nbytes <= GPU_INBOX_BYTES and world_size <= 8:
+        able.append("low_latency")
+    if nbytes <= GPU_SLOT_BYTES:
+        able.append("one_shot")
+    if topology.multicast and nbytes % 16 == 0 and not deterministic:
+        able.append("multimem")
+    able.append("two_shot")
+    if not deterministic:
+        able.append("process_group")
+    return able
+
+
+def choose_algorithm(
+    nbytes: int,
+    world_size: int,
+    topology: Topology | GpuTopology,
+    *,
+    deterministic: bool = False,
+) -> str:
+    """The fastest algorithm for an all-reduce of ``nbytes`` bytes.
+
+    Args:
+        topology: of the host's ranks, or of the GPUs.
+        deterministic: only those that keep the order of summation, where there are any.
+
+    Returns:
+        ``"one_shot"``, ``"two_shot"``, of GPUs also ``"low_latency"`` or ``"multimem"``, or
+        ``"process_group"`` where memory is not shared, and for large messages of GPUs.
+    """
+    if isinstance(topology, Topology):
+        if not topology.shared_memory:
+            return "process_group"
+        return "one_shot" if nbytes <= one_shot_limit(world_size, topology) else "two_shot"
+    able = candidates(nbytes, world_size, topology, deterministic=deterministic)
+    for algorithm, limit in topology.limits:
+        if algorithm in able and (limit is None or nbytes <= limit):
+            return algorithm
+    if "process_group" in able and nbytes > _GROUP_BYTES:
         return "process_group"
-    return "one_shot" if nbytes <= one_shot_limit(world_size, topology) else "two_shot"
+    return min(able, key=lambda each: expected_seconds(each, nbytes, world_size, topology))
+
+
+def limits_of(times: Mapping[str, Mapping[int, float]]) -> tuple[tuple[str, int | None], ...]:
+    """``GpuTopology.limits`` out of measured times: algorithm -> bytes -> seconds.
+
+    An algorithm counts up to the largest size at which it is the fastest; in between, one that is
+    beaten once more by an earlier one stays chosen (a measurement is no smooth curve).
+    """
+    sizes = sorted({size for each in times.values() for size in each})
+    fastest = [
+        min((name for name in times if size in times[name]), key=lambda name: times[name][size])
+        for size in sizes
+    ]
+    limits: list[tuple[str, int | None]] = []
+    for name, size in zip(fastest, sizes, strict=True):
+        known = [i for i, (each, _) in enumerate(limits) if each == name]
+        if known:
+            del limits[known[0] + 1 :]
+            limits[known[0]] = (name, size)
+        else:
+            limits.append((name, size))
+    if limits:
+        limits[-1] = (limits[-1][0], None)
+    return tuple(limits)
+
+
+def topology_of(
+    *,
+    pair_bandwidth: float,
+    world_size: int,
+    multicast: bool,
+    hosts: int = 1,
+    limits: tuple[tuple[str, int | None], ...] = (),
+) -> GpuTopology:
+    """What GPUs are connected by, as told by how fast each reads its neighbour's memory while all
+    do, in bytes/s. Through a switch one pair has the whole of both GPUs' links (A100: 300e9, H100:
+    450e9), in a mesh only its own (4 x A100: 100e9), and PCIe has at most 64e9 (5.0 x16)."""
+    if multicast or pair_bandwidth > 150e9:
+        return GpuTopology(
+            "switch", multicast=multicast, bandwidth=pair_bandwidth, hosts=hosts, limits=limits
+        )
+    if pair_bandwidth > 64e9:
+        whole = pair_bandwidth * (world_size - 1)
+        return GpuTopology("mesh", bandwidth=whole, hosts=hosts, limits=limits)
+    return GpuTopology("pcie", bandwidth=pair_bandwidth, signal=2.0e-6, hosts=hosts, limits=limits)
+
+
+def blocks(algorithm: str, nbytes: int, world_size: int, most: int) -> int:
+    """Blocks of a launch, 1 to ``most``: the same on all ranks, for it depends on nothing else.
+
+    So many that each thread has a few packs to move; more would only have more flags to wait for.
+    """
+    each = 4 * KIB if algorithm in ("low_latency", "one_shot") else 16 * KIB
+    share = nbytes / world_size if algorithm in ("two_shot", "multimem", "ring") else nbytes
+    return max(1, min(most, int(-(-share // each))))
 
 
 def one_shot_limit(world_size: int, topology: Topology) -> int:

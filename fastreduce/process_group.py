@@ -111,6 +111,11 @@ class ProcessGroupTransport:
         self._closed = True
 
     @property
+    def group(self) -> ProcessGroup:
+        """The process group itself, also where it is the default one."""
+        return self._open_group or dist.distributed_c10d._get_default_group()
+
+    @property
     def _group(self) -> ProcessGroup | None:
         if self._closed:
             raise RuntimeError("the communicator is closed")
@@ -124,8 +129,9 @@ class ProcessGroupTransport:
     def all_reduce(self, tensor: Tensor, op: str, async_op: bool, scale: float) -> _Work | None:
         group = self._group
         summed = _staged(tensor, op, scale, in_place=True)
-        work = dist.all_reduce(summed, _OPS[op], group=group, async_op=async_op)
-        return self._finish(work, lambda: self._settle(tensor, summed, op))
+        how = self._operation(summed, op)
+        work = dist.all_reduce(summed, how, group=group, async_op=async_op)
+        return self._finish(work, lambda: self._settle(tensor, summed, op, how))
 
     def all_reduce_future(
         self,
@@ -138,12 +144,13 @@ class ProcessGroupTransport:
         """``future`` is completed with ``tensor``; an exception is also added to ``errors``."""
         group = self._group
         summed = _staged(tensor, op, scale, in_place=True)
-        work = dist.all_reduce(summed, _OPS[op], group=group, async_op=True)
+        how = self._operation(summed, op)
+        work = dist.all_reduce(summed, how, group=group, async_op=True)
 
         def done(ended: Future[list[Tensor]]) -> None:
             try:
                 ended.value()
-                self._settle(tensor, summed, op)
+                self._settle(tensor, summed, op, how)
             except Exception as error:
                 fail(future, error, errors)
             else:
@@ -159,8 +166,9 @@ class ProcessGroupTransport:
         summed = (
             output if whole.dtype == output.dtype else torch.empty_like(output, dtype=whole.dtype)
         )
-        work = _reduce_scatter(summed, whole, _OPS[op], group=group, async_op=async_op)
-        return self._finish(work, lambda: self._settle(output, summed, op))
+        how = self._operation(summed, op)
+        work = _reduce_scatter(summed, whole, how, group=group, async_op=async_op)
+        return self._finish(work, lambda: self._settle(output, summed, op, how))
 
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> _Work | None:
         work = _all_gather(output, input, group=self._group, async_op=async_op)
@@ -181,10 +189,21 @@ class ProcessGroupTransport:
             return None
         return _Work(work, finish)
 
-    def _settle(self, tensor: Tensor, summed: Tensor, op: str) -> None:
-        """``tensor`` becomes what was asked for, out of the sum."""
+    def _operation(self, tensor: Tensor, op: str) -> Any:
+        """NCCL averages in the collective; the others give the sum."""
+        if op == "mean" and tensor.is_cuda and tensor.is_floating_point() and self._averages():
+            return dist.ReduceOp.AVG
+        return _OPS[op]
+
+    def _averages(self) -> bool:
+        return "nccl" in dist.get_backend_config(self._group)
+
+    def _settle(self, tensor: Tensor, summed: Tensor, op: str, how: Any) -> None:
+        """``tensor`` becomes what was asked for, out of what the backend gave."""
         with torch.no_grad():
-            if op == "mean" and summed.is_floating_point():
+            if how == dist.ReduceOp.AVG:
+                pass
+            elif op == "mean" and summed.is_floating_point():
                 summed.mul_(1 / self._world_size)
             elif op == "mean":
                 summed.div_(self._world_size, rounding_mode="trunc")

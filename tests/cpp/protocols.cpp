@@ -60,10 +60,9 @@ constexpr struct {
   int threads;
   bool sleeps;
 } kShapes[] = {
-    {1, 1, 1, false}, {2, 1, 1, true},  {2, 2, 1, false}, {2, 1, 4, false},
-    {3, 1, 1, false}, {3, 2, 2, true},  {4, 1, 1, false}, {4, 2, 1, true},
-    {4, 1, 3, false}, {8, 1, 1, false}, {8, 2, 1, true},  {8, 1, 2, false},
-    {2, 6, 2, false}, {5, 3, 2, false},
+    {1, 1, 1, false}, {2, 1, 1, true},  {2, 2, 1, false}, {2, 1, 4, false}, {3, 1, 1, false},
+    {3, 2, 2, true},  {4, 1, 1, false}, {4, 2, 1, true},  {4, 1, 3, false}, {8, 1, 1, false},
+    {8, 2, 1, true},  {8, 1, 2, false}, {2, 6, 2, false}, {5, 3, 2, false},
 };
 
 // Element types and operations take turns: every shape runs float sums and two of the others.

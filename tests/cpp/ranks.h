@@ -256,7 +256,11 @@ class SabotagedBlock {
                  Outcome& outcome)
       : block_(block), view_(view), sabotage_(sabotage), stalls_(stalls), outcome_(outcome) {}
 
-  int index() const { return block_.index(); }
+  // Asked for wherever a step of a protocol begins, also where no flag is set.
+  int index() const {
+    stalls_.perhaps(64);
+    return block_.index();
+  }
   int count() const { return block_.count(); }
   int thread() const { return block_.thread(); }
   int threads() const { return block_.threads(); }
@@ -312,9 +316,9 @@ class SabotagedBlock {
   void gave_up(int peer, Phase phase) {
     const FailureRecord& why = block_.failure();
     outcome_.fail(Outcome::gave_up, "gave up: rank " + std::to_string(view_.rank) +
-                                        " waiting for rank " + std::to_string(peer) +
-                                        " in phase " + std::to_string(static_cast<int>(phase)) +
-                                        ": expected " + std::to_string(why.expected) + ", saw " +
+                                        " waiting for rank " + std::to_string(peer) + " in phase " +
+                                        std::to_string(static_cast<int>(phase)) + ": expected " +
+                                        std::to_string(why.expected) + ", saw " +
                                         std::to_string(why.seen));
   }
   bool does(Action action, const Flag& flag) const {
@@ -404,8 +408,8 @@ class Ranks {
     std::vector<Progress> progress;
     std::vector<std::unique_ptr<Gate>> gates;  // of each block
     Gate team;                                 // of all blocks
-    Call calls[kMaxRanks];                   // as announced by the leaders
-    std::vector<std::vector<Call>> greeted;  // as each block has read them
+    Call calls[kMaxRanks];                     // as announced by the leaders
+    std::vector<std::vector<Call>> greeted;    // as each block has read them
   };
 
   char* new_segment(const Layout& layout) const {

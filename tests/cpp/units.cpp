@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "bucket.h"
 #include "reduce.h"
 #include "reference.h"
 #include "schedule.h"
@@ -265,6 +267,47 @@ void check_reduce(const char* name) {
   }
 }
 
+// Tiles of many tensors, taken by threads of a block, give what the host's loop gives; and nothing
+// around them is touched.
+template <class From, class To>
+void check_moves(const char* name, DType from_type, DType to_type) {
+  const Loner serial{0, 1, false};
+  for (const double scale : {1.0, 0.3})
+    for (const std::size_t shift : {0, 1}) {
+      const std::size_t counts[] = {5, 0, 3 * kTileItems + 17, 1, 4096, 8, kTileItems};
+      Moves moves;
+      moves.from = from_type;
+      moves.to = to_type;
+      moves.scale = scale;
+      std::vector<std::vector<From>> sources;
+      std::vector<std::vector<To>> targets;
+      for (const std::size_t count : counts) {
+        sources.emplace_back();
+        for (std::size_t i = 0; i < count + shift; ++i)
+          sources.back().push_back(value_at<From>(i % 16 == 3 ? 0 : i, 0, 1));
+        targets.emplace_back(count + shift + 1, static_cast<To>(77));
+        add_move(moves, sources.back().data() + shift, targets.back().data() + shift, count);
+      }
+      expect(moves.count == 6, std::string(name) + ": a move for all but the empty one");
+      for (std::uint64_t tile = 0; tile < tiles_of(moves); ++tile)
+        for (int t = 0; t < 3; ++t) {
+          Loner loner{t, 3, true};
+          if (copies(moves))
+            copy_tile(loner, moves, tile);
+          else if (converts_in_double(moves))
+            convert_tile<double>(loner, moves, tile);
+          else
+            convert_tile<float>(loner, moves, tile);
+        }
+      for (std::size_t k = 0; k < std::size(counts); ++k) {
+        std::vector<To> expected(counts[k] + shift + 1, static_cast<To>(77));
+        convert(serial, expected.data() + shift, sources[k].data() + shift, counts[k], scale);
+        expect(std::memcmp(expected.data(), targets[k].data(), expected.size() * sizeof(To)) == 0,
+               std::string(name) + numbers({k, shift}) + (scale == 1.0 ? "" : " scaled"));
+      }
+    }
+}
+
 bool processor_fits() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -300,6 +343,17 @@ int main() {
   check_reduce<std::int32_t, Sum>("int32 sum");
   check_reduce<std::int32_t, Min>("int32 min");
   check_reduce<std::uint8_t, Sum>("uint8 sum");
+  check_moves<float, float>("float to float", DType::float32, DType::float32);
+  check_moves<float, BFloat16>("float to bfloat16", DType::float32, DType::bfloat16);
+  check_moves<BFloat16, float>("bfloat16 to float", DType::bfloat16, DType::float32);
+  check_moves<Half, BFloat16>("half to bfloat16", DType::float16, DType::bfloat16);
+  check_moves<double, Half>("double to half", DType::float64, DType::float16);
+  check_moves<float, double>("float to double", DType::float32, DType::float64);
+  Moves full;
+  float one = 1;
+  for (int k = 0; k < kMoves; ++k) add_move(full, &one, &one, 1);
+  expect(!add_move(full, &one, &one, 1) && add_move(full, &one, &one, 0), "moves are limited");
+  static_assert(sizeof(Moves) <= 32764, "moves are arguments of a kernel");
   if (failures != 0) std::fprintf(stderr, "%d differences\n", failures);
   return failures == 0 ? 0 : 1;
 }

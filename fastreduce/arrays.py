@@ -1,0 +1,57 @@
+"""Arrays of other libraries as tensors that share their memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Array(Protocol):
+    """Anything with DLPack; or, for a GPU, with ``__cuda_array_interface__``."""
+
+    def __dlpack__(self, **kwargs: Any) -> Any: ...
+
+
+@contextlib.contextmanager
+def borrowed(array: Any) -> Iterator[Tensor]:
+    """The array as a tensor over the same memory. Work on it inside the context is ordered after
+    what its library has been given so far, and before what it will be given:
+
+    - ``__cuda_array_interface__`` (CuPy) names a stream; it becomes torch's current one.
+    - DLPack lets torch's current stream wait for the array's. The library's own further work has to
+      be ordered after that stream by its user.
+
+    Raises:
+        TypeError: neither is there.
+        ValueError: the array is read-only.
+    """
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is not None:
+        if interface["data"][1]:
+            raise ValueError("array: expected a writable one")
+        with _stream(interface.get("stream")):
+            yield torch.as_tensor(array, device="cuda")
+        return
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(
+            f"tensor: expected a torch.Tensor or an array with DLPack or __cuda_array_interface__, "
+            f"got {type(array).__name__}"
+        )
+    flags = getattr(array, "flags", None)
+    if getattr(flags, "writeable", True) is False:
+        raise ValueError("array: expected a writable one")
+    yield torch.utils.dlpack.from_dlpack(array)
+
+
+def _stream(handle: int | None) -> contextlib.AbstractContextManager[Any]:
+    """torch's current stream becomes the one of this handle; see the interface's version 3: None
+    says that there is nothing to wait for, 1 is the legacy default stream, 2 the thread's."""
+    if handle is None:
+        return contextlib.nullcontext()
+    if handle == 1:
+        return torch.cuda.stream(torch.cuda.default_stream())
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle))

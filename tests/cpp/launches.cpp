@@ -1,0 +1,529 @@
+// The launch side of the CUDA target, over a driver that runs each kernel's body on threads: ranks
+// of one process, each with a stream of its own.
+//
+//   launches list    the cases
+//   launches CASE
+//
+// Exit status: 0, 1 after a difference, else the sanitizer's.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda_communicator.h"
+#include "device.h"
+#include "ranks.h"
+#include "reference.h"
+
+namespace fastreduce {
+
+// host.cpp refers to the kernels, which here are not called through it.
+inline namespace baseline {
+extern const Kernels instance;
+const Kernels instance{"none", nullptr, nullptr, nullptr};
+}  // namespace baseline
+
+namespace test {
+namespace {
+
+int failures = 0;
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  ++failures;
+  std::fprintf(stderr, "failed: %s\n", what.c_str());
+}
+
+// A thread of a kernel.
+struct HostTarget {
+  int index_;
+  int count_;
+  int thread_;
+  int threads_;
+  Gate* gate;
+  BlockShared* memory;
+
+  int index() const { return index_; }
+  int count() const { return count_; }
+  int thread() const { return thread_; }
+  int threads() const { return threads_; }
+  bool all(bool value) const { return gate->all(value); }
+  BlockShared& shared() const { return *memory; }
+  std::uint64_t nanoseconds() const {
+    std::this_thread::yield();
+    return static_cast<std::uint64_t>(Clock::now().time_since_epoch().count());
+  }
+  bool first(std::uint32_t& word) const {
+    return __atomic_exchange_n(&word, 1u, __ATOMIC_ACQ_REL) == 0;
+  }
+  std::uint32_t count_up(std::uint32_t& word) const {
+    return __atomic_add_fetch(&word, 1u, __ATOMIC_ACQ_REL);
+  }
+  std::uint32_t look(const std::uint32_t& word) const {
+    return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+  }
+};
+
+using HostDevice = DeviceBlock<HostTarget>;
+
+// With an address that stands for all ranks' memory: that of rank 0's.
+template <class T, class O>
+struct Emulated : TypedArithmetic<T, O> {
+  Emulated(const ScaleOf<T>& scale, const Launch& launch)
+      : TypedArithmetic<T, O>(scale), launch_(launch) {}
+  void reduce_everywhere(HostDevice& block, char* everywhere, std::size_t n) const {
+    const Segment& segment = launch_.segments[launch_.job.call.segment];
+    const auto at = [&](int p) { return segment.base[p] + (everywhere - segment.everywhere); };
+    const int world = launch_.view.world();
+    this->reduce(block, at, world, at, world, n);
+  }
+  const Launch& launch_;
+};
+
+void run_kernel(HostDevice block, const Launch& launch) {
+  const Call& call = launch.job.call;
+  run_call(block, launch, [&](HostDevice& each, std::uint32_t epoch) {
+    if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter)
+      return transfer_call(each, launch, epoch);
+    // Three types stand for all: each costs seconds to compile.
+    const auto with = [&](auto element) {
+      using T = decltype(element);
+      const auto scale =
+          scale_of(static_cast<const ScaleOf<T>*>(nullptr), call, launch.view.world());
+      const Emulated<T, Sum> arithmetic(scale, launch);
+      if (call.algorithm == Algorithm::low_latency)
+        low_latency_call(each, launch, arithmetic, epoch);
+      else if (call.algorithm == Algorithm::ring)
+        ring_call(each, launch, arithmetic, epoch);
+      else
+        reduce_call(each, launch, arithmetic, epoch);
+    };
+    if (call.dtype == DType::bfloat16) return with(BFloat16());
+    if (call.dtype == DType::int32) return with(std::int32_t());
+    with(float());
+  });
+}
+
+// One rank's device: what is launched runs in order, on a thread of its own.
+class ThreadDriver final : public Driver {
+ public:
+  static constexpr int kThreads = 3;  // of a block
+
+  ~ThreadDriver() override { join(); }
+  std::string problem() override { return ""; }
+  int resident_blocks() override { return kGridLimit; }
+  void* allocate(std::size_t bytes) override {
+    void* memory = nullptr;
+    if (::posix_memalign(&memory, 4096, bytes) != 0) throw std::bad_alloc();
+    std::memset(memory, 0xa5, bytes);
+    return memory;
+  }
+  void release(void* memory) override { std::free(memory); }
+  std::pair<void*, void*> allocate_mapped(std::size_t bytes) override {
+    void* memory = allocate(bytes);
+    return {memory, memory};
+  }
+  void release_mapped(void* memory) override { std::free(memory); }
+  void copy(void* to, const void* from, std::size_t bytes) override {
+    // A word of a peer's flags may be polled meanwhile.
+    if (bytes == sizeof(std::uint32_t))
+      store_release(static_cast<std::uint32_t*>(to), *static_cast<const std::uint32_t*>(from));
+    else
+      std::memcpy(to, from, bytes);
+  }
+  void synchronise() override { join(); }
+  void convert(const Moves&, Address) override {}
+
+  void launch(const Launch& launch, int blocks, Address) override {
+    grids.push_back(blocks);
+    std::thread before = std::move(last_);
+    last_ = std::thread([launch, blocks, before = std::move(before)]() mutable {
+      if (before.joinable()) before.join();
+      std::vector<std::unique_ptr<Gate>> gates;
+      std::vector<BlockShared> memory(blocks);
+      std::vector<std::thread> threads;
+      for (int b = 0; b < blocks; ++b) gates.push_back(std::make_unique<Gate>(kThreads));
+      for (int b = 0; b < blocks; ++b)
+        for (int t = 0; t < kThreads; ++t)
+          threads.emplace_back([&, b, t] {
+            run_kernel(HostDevice({b, blocks, t, kThreads, gates[b].get(), &memory[b]}), launch);
+          });
+      for (auto& each : threads) each.join();
+    });
+  }
+  void join() {
+    if (last_.joinable()) last_.join();
+  }
+
+  std::vector<int> grids;
+
+ private:
+  std::thread last_;
+};
+
+constexpr int kBlocks = 3;
+constexpr std::size_t kSegmentBytes = 1 << 16;
+
+// Ranks, their control areas, and one segment of memory of each that the others reach.
+class Group {
+  Layout layout_;
+  std::vector<std::vector<char>> areas_;  // outlive those who use them
+  std::vector<std::vector<char>> segments_;
+
+ public:
+  explicit Group(int world, std::uint32_t first_epoch = 0,
+                 std::chrono::nanoseconds timeout = std::chrono::seconds(30))
+      : layout_{world, kBlocks, 4096, 4 * 64 * static_cast<std::size_t>(world + 1), 2048} {
+    std::vector<Address> areas;
+    std::vector<Address> bases;
+    for (int r = 0; r < world; ++r) {
+      drivers.push_back(std::make_unique<ThreadDriver>());
+      areas_.emplace_back(layout_.bytes() + kLineBytes);
+      segments_.emplace_back(kSegmentBytes + kLineBytes);
+      areas.push_back(aligned(areas_.back()));
+      bases.push_back(aligned(segments_.back()));
+    }
+    for (int r = 0; r < world; ++r) {
+      ranks.push_back(
+          std::make_unique<CudaCommunicator>(*drivers[r], layout_, r, areas, timeout, first_epoch));
+      ranks[r]->add_segment(1, bases, bases[0], kSegmentBytes);
+    }
+  }
+  ~Group() {
+    for (auto& each : drivers) each->join();
+  }
+  int world() const { return layout_.world; }
+  template <class T>
+  T* segment(int rank, std::size_t offset = 0) {
+    return reinterpret_cast<T*>(aligned(segments_[rank]) + offset);
+  }
+
+  std::vector<std::unique_ptr<ThreadDriver>> drivers;
+  std::vector<std::unique_ptr<CudaCommunicator>> ranks;
+
+ private:
+  static Address aligned(std::vector<char>& memory) {
+    return (reinterpret_cast<Address>(memory.data()) + kLineBytes - 1) / kLineBytes * kLineBytes;
+  }
+};
+
+Call all_reduce_of(std::size_t count, Algorithm algorithm, Op op = Op::sum) {
+  Call call;
+  call.kind = Kind::all_reduce;
+  call.algorithm = algorithm;
+  call.op = op;
+  call.count = count;
+  return call;
+}
+
+constexpr Algorithm kAlgorithms[] = {Algorithm::low_latency, Algorithm::one_shot,
+                                     Algorithm::two_shot, Algorithm::ring, Algorithm::multimem};
+constexpr const char* kNames[] = {"one_shot", "two_shot", "ring", "low_latency", "multimem"};
+
+template <class T>
+T value_of(Random& random) {
+  const double number = static_cast<double>(random.below(2000)) / 16 - 60;
+  return narrowed<T>(static_cast<AccOf<T>>(number));
+}
+
+// All-reduces, mean, of other sizes, grids and places in every call; several are launched before
+// the host waits for any. Tensors lie at other places of the segment on every rank.
+template <class T>
+void check_all_reduce(int world, DType dtype, std::uint32_t first_epoch) {
+  Group group(world, first_epoch);
+  Random random(world * 977u + first_epoch);
+  constexpr int kTogether = 4;
+  for (int round = 0; round < 6; ++round) {
+    struct Made {
+      Call call;
+      std::vector<T*> at;
+      std::vector<T> expected;
+    };
+    std::vector<Made> calls;
+    std::vector<std::vector<T>> own(static_cast<std::size_t>(world) * kTogether);
+    for (int c = 0; c < kTogether; ++c) {
+      Algorithm algorithm = kAlgorithms[(round * kTogether + c) % 5];
+      if (algorithm == Algorithm::multimem && dtype == DType::int32)
+        algorithm = Algorithm::two_shot;
+      const bool direct = algorithm == Algorithm::two_shot || algorithm == Algorithm::multimem;
+      std::size_t count = random.below(2048 / sizeof(T)) + 1;
+      if (algorithm == Algorithm::multimem) count = (count + 15) / 16 * 16;
+      const bool alike = random.below(2) == 0;
+      Made made{all_reduce_of(count, algorithm, Op::mean), {}, {}};
+      made.call.dtype = dtype;
+      made.call.scale = std::is_integral<T>::value ? 1.0 : 0.75;
+      for (int r = 0; r < world; ++r) {
+        std::vector<T>& mine = own[c * world + r];
+        mine.resize(count);
+        const std::size_t place = c * 8192 + (alike ? 0 : 64 * static_cast<std::size_t>(r));
+        made.at.push_back(direct ? group.segment<T>(r, place) : mine.data());
+        for (std::size_t i = 0; i < count; ++i) made.at[r][i] = value_of<T>(random);
+      }
+      const Factors factors{made.call.scale, 1.0 / world, world};
+      std::vector<AccOf<T>> leaves(world);
+      int chunk = 0;
+      for (std::size_t i = 0; i < count; ++i) {
+        for (int r = 0; r < world; ++r)
+          leaves[r] = scaled_input(static_cast<AccOf<T>>(widened(made.at[r][i])), factors);
+        while (i >= chunk_of(count, world, chunk, sizeof(T)).end) ++chunk;
+        const auto sum =
+            algorithm == Algorithm::ring ? in_ring<Sum>(leaves, chunk) : in_tree<Sum>(leaves);
+        const auto mean = std::is_integral<T>::value
+                              ? sum / static_cast<AccOf<T>>(world)
+                              : sum * (AccOf<T>(1) / static_cast<AccOf<T>>(world));
+        made.expected.push_back(narrowed<T>(mean));
+      }
+      calls.push_back(std::move(made));
+    }
+    for (const Made& made : calls)
+      for (int r = 0; r < world; ++r)
+        group.ranks[r]->run(made.call, made.at[r], made.at[r], 1 + round % kBlocks, 0);
+    for (auto& driver : group.drivers) driver->join();
+    for (auto& rank : group.ranks) rank->check();
+    for (const Made& made : calls)
+      for (int r = 0; r < world; ++r)
+        expect(std::memcmp(made.at[r], made.expected.data(), made.expected.size() * sizeof(T)) == 0,
+               std::string(kNames[static_cast<int>(made.call.algorithm)]) + " of " +
+                   std::to_string(made.call.count) + " on " + std::to_string(world) +
+                   " ranks, rank " + std::to_string(r) + ", round " + std::to_string(round));
+  }
+}
+
+void all_reduce() {
+  for (const int world : {2, 3, 4, 8}) check_all_reduce<float>(world, DType::float32, 0u - 7);
+  check_all_reduce<BFloat16>(4, DType::bfloat16, 0x80000000u - 5);
+  check_all_reduce<std::int32_t>(3, DType::int32, 0);
+}
+
+void others() {
+  constexpr int kWorld = 4;
+  Group group(kWorld);
+  for (const Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot}) {
+    constexpr std::size_t kCount = 133;
+    std::vector<std::vector<float>> out(kWorld, std::vector<float>(kCount * kWorld));
+    const auto run = [&](Kind kind, int root, std::size_t count, bool in_place) {
+      for (int r = 0; r < kWorld; ++r) {
+        Call call = all_reduce_of(count, algorithm);
+        call.kind = kind;
+        call.root = root;
+        auto* in = group.segment<float>(r);
+        group.ranks[r]->run(call, in, in_place ? in : out[r].data(), kBlocks, 0);
+      }
+      for (auto& driver : group.drivers) driver->join();
+      for (auto& rank : group.ranks) rank->check();
+    };
+    const auto fill = [&] {
+      for (int r = 0; r < kWorld; ++r)
+        for (std::size_t i = 0; i < kCount * kWorld; ++i)
+          group.segment<float>(r)[i] = static_cast<float>(100 * r + i % 37);
+    };
+    fill();
+    run(Kind::reduce_scatter, 0, kCount, false);
+    for (int r = 0; r < kWorld; ++r)
+      for (std::size_t i = 0; i < kCount; ++i)
+        expect(out[r][i] == 600 + 4 * static_cast<float>((r * kCount + i) % 37), "reduce_scatter");
+    run(Kind::all_gather, 0, kCount, false);
+    for (int r = 0; r < kWorld; ++r)
+      for (std::size_t i = 0; i < kCount * kWorld; ++i)
+        expect(out[r][i] == static_cast<float>(100 * (i / kCount) + i % kCount % 37), "all_gather");
+    for (int root = 0; root < kWorld; ++root) {
+      fill();
+      run(Kind::broadcast, root, kCount, true);
+      for (int r = 0; r < kWorld; ++r)
+        for (std::size_t i = 0; i < kCount; ++i)
+          expect(group.segment<float>(r)[i] == static_cast<float>(100 * root + i % 37),
+                 "broadcast");
+    }
+    run(Kind::barrier, 0, 0, true);
+  }
+}
+
+// What check() throws, or Failure::none.
+FailureRecord failure_of(const CudaCommunicator& rank) {
+  try {
+    rank.check();
+  } catch (const CallFailed& failed) {
+    return failed.record;
+  }
+  return {};
+}
+
+bool refused(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
+// Rank 2 makes another call, in another grid: all ranks say the same, and nothing is written.
+void mismatch() {
+  constexpr int kWorld = 3;
+  Group group(kWorld);
+  for (const bool other_type : {false, true}) {
+    Group fresh(kWorld);
+    for (int r = 0; r < kWorld; ++r) {
+      std::fill_n(fresh.segment<float>(r), 300, 1.0f + static_cast<float>(r));
+      Call call = all_reduce_of(r == 2 && !other_type ? 20 : 300, Algorithm::two_shot);
+      if (r == 2 && other_type) call.dtype = DType::int32;
+      fresh.ranks[r]->run(call, fresh.segment<float>(r), fresh.segment<float>(r),
+                          r == 2 ? 1 : kBlocks, 0);
+    }
+    for (auto& driver : fresh.drivers) driver->join();
+    for (int r = 0; r < kWorld; ++r) {
+      const FailureRecord record = failure_of(*fresh.ranks[r]);
+      expect(record.failure == Failure::mismatch && record.peer == 2 && record.epoch == 1 &&
+                 record.field == (other_type ? Field::dtype : Field::count) && !record.written,
+             "a mismatch is the same on rank " + std::to_string(r));
+      bool same = true;
+      for (int i = 0; i < 300; ++i)
+        same = same && fresh.segment<float>(r)[i] == 1.0f + static_cast<float>(r);
+      expect(same, "a mismatch writes nothing on rank " + std::to_string(r));
+      bool again = false;
+      try {
+        fresh.ranks[r]->run(all_reduce_of(1, Algorithm::one_shot), fresh.segment<float>(r),
+                            fresh.segment<float>(r), 1, 0);
+      } catch (const CallFailed& failed) {
+        again = failed.record.failure == Failure::mismatch;
+      }
+      expect(again, "a communicator that has failed refuses further calls");
+    }
+  }
+}
+
+// Rank 1 never makes the call.
+void never_launched() {
+  Group group(3, 0, std::chrono::milliseconds(300));
+  for (const int r : {0, 2})
+    group.ranks[r]->run(all_reduce_of(8, Algorithm::low_latency), group.segment<float>(r),
+                        group.segment<float>(r), 1, 0);
+  for (auto& driver : group.drivers) driver->join();
+  int timeouts = 0;
+  for (const int r : {0, 2}) {
+    const FailureRecord record = failure_of(*group.ranks[r]);
+    // Who gives up second may have seen that the first did.
+    timeouts += record.failure == Failure::timeout;
+    expect(record.failure == Failure::timeout && record.peer == 1 && record.epoch == 1 &&
+               record.phase == Phase::enter && record.expected == 1 && record.seen == 0 &&
+               !record.written,
+           "a rank that does not come is named on rank " + std::to_string(r));
+  }
+  expect(timeouts == 2, "both have waited");
+}
+
+// Rank 1's process ends while the others wait for it: rank 0 is told, rank 2 hears it from rank 0.
+void lost() {
+  Group group(3, 0, std::chrono::seconds(60));
+  for (const int r : {0, 2})
+    group.ranks[r]->run(all_reduce_of(64, Algorithm::two_shot), group.segment<float>(r),
+                        group.segment<float>(r), 2, 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  group.ranks[0]->lose(1);
+  for (auto& driver : group.drivers) driver->join();
+  for (const int r : {0, 2}) {
+    const FailureRecord record = failure_of(*group.ranks[r]);
+    expect(record.failure == Failure::lost && record.peer == 1 && record.rank == 0,
+           "a lost peer is named on rank " + std::to_string(r));
+  }
+}
+
+// A peer that is lost after its part was done is not missed.
+void not_missed() {
+  Group group(2);
+  for (const int r : {0, 1}) {
+    *group.segment<float>(r) = 1;
+    group.ranks[r]->run(all_reduce_of(1, Algorithm::two_shot), group.segment<float>(r),
+                        group.segment<float>(r), 1, 0);
+    group.ranks[r]->lose(1 - r);
+  }
+  for (auto& driver : group.drivers) driver->join();
+  // Either both were in time or somebody had to wait for longer than a look.
+  if (failure_of(*group.ranks[0]).failure == Failure::none &&
+      failure_of(*group.ranks[1]).failure == Failure::none)
+    expect(*group.segment<float>(0) == 2 && *group.segment<float>(1) == 2, "the sum is there");
+}
+
+void closing() {
+  Group group(2, 0, std::chrono::seconds(60));
+  group.ranks[0]->run(all_reduce_of(4, Algorithm::one_shot), group.segment<float>(0),
+                      group.segment<float>(0), 1, 0);
+  group.ranks[1]->close(true);
+  group.drivers[0]->join();
+  const FailureRecord record = failure_of(*group.ranks[0]);
+  expect(record.failure == Failure::closed && record.peer == 1, "a peer that closes is named");
+  expect(refused([&] { group.ranks[1]->check(); }), "what is closed refuses");
+
+  Group other(2, 0, std::chrono::seconds(60));
+  other.ranks[0]->run(all_reduce_of(4, Algorithm::one_shot), other.segment<float>(0),
+                      other.segment<float>(0), 1, 0);
+  other.ranks[0]->close(false);  // its own call ends
+  other.ranks[0]->close(true);   // and once more is nothing
+}
+
+void arguments() {
+  Group group(2);
+  CudaCommunicator& rank = *group.ranks[0];
+  float* inside = group.segment<float>(0);
+  std::vector<float> outside(4096);
+  const auto refuses = [&](const char* what, const Call& call, const void* in, void* out,
+                           int blocks = 1) {
+    expect(refused([&] { rank.run(call, in, out, blocks, 0); }), what);
+  };
+  refuses("no block", all_reduce_of(1, Algorithm::one_shot), inside, inside, 0);
+  refuses("too many blocks", all_reduce_of(1, Algorithm::one_shot), inside, inside, kBlocks + 1);
+  refuses("more than a slot", all_reduce_of(1025, Algorithm::one_shot), inside, inside);
+  refuses("more than an inbox", all_reduce_of(513, Algorithm::low_latency), inside, inside);
+  refuses("memory that no peer reaches", all_reduce_of(4, Algorithm::two_shot), outside.data(),
+          outside.data());
+  refuses("past the segment's end", all_reduce_of(kSegmentBytes / 4, Algorithm::two_shot),
+          inside + 4, inside + 4);
+  refuses("off the packs", all_reduce_of(4, Algorithm::two_shot), inside + 1, inside + 1);
+  refuses("not in place", all_reduce_of(4, Algorithm::two_shot), inside, outside.data());
+  refuses("a part of a pack", all_reduce_of(3, Algorithm::multimem), inside, inside);
+  refuses("what no switch adds", all_reduce_of(4, Algorithm::multimem, Op::max), inside, inside);
+  Call whole = all_reduce_of(4, Algorithm::multimem);
+  whole.dtype = DType::float64;
+  refuses("what no switch adds", whole, inside, inside);
+  expect(group.drivers[0]->grids.empty(), "what is refused is not launched");
+  expect(rank.find(inside + 4, 16, true) == 1 && rank.find(outside.data(), 16, false) == -1,
+         "segments are found by address");
+  rank.remove_segment(1);
+  expect(rank.find(inside + 4, 16, false) == -1, "a segment that is gone is not found");
+  expect(refused([&] { rank.add_segment(kSegments, {0, 0}, 0, 16); }), "too many segments");
+}
+
+constexpr struct {
+  const char* name;
+  void (*run)();
+} kCases[] = {
+    {"all_reduce", all_reduce},
+    {"others", others},
+    {"mismatch", mismatch},
+    {"never_launched", never_launched},
+    {"lost", lost},
+    {"not_missed", not_missed},
+    {"closing", closing},
+    {"arguments", arguments},
+};
+
+int main(int count, char** arguments) {
+  ::alarm(200);  // a run that hangs ends
+  for (const auto& each : kCases) {
+    if (count == 2 && std::strcmp(arguments[1], "list") == 0) std::printf("%s\n", each.name);
+    if (count == 2 && std::strcmp(arguments[1], each.name) == 0) each.run();
+  }
+  return failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace test
+}  // namespace fastreduce
+
+int main(int count, char** arguments) { return fastreduce::test::main(count, arguments); }
