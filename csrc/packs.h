@@ -276,34 +276,37 @@ FR_OUT_OF_LINE void copy_dealt(int thread, int threads, char* to, const char* fr
                                std::size_t bytes) {
   const auto target = reinterpret_cast<std::uintptr_t>(to);
   const auto source = reinterpret_cast<std::uintptr_t>(from);
-  const auto in_units = [&](auto unit) {
-    using Unit = decltype(unit);
-    constexpr std::size_t kUnit = sizeof(Unit);
+  const std::size_t stride = threads;
+  const auto in_units = [&](auto width) {
+    constexpr int kUnit = decltype(width)::kItems;
     constexpr int kAhead = 4;
     const std::size_t head = (kUnit - target % kUnit) % kUnit;
     const std::size_t begin = head < bytes ? head : bytes;
     const std::size_t units = (bytes - begin) / kUnit;
-    auto* out = reinterpret_cast<Unit*>(to + begin);
-    const auto* in = reinterpret_cast<const Unit*>(from + begin);
-    const std::size_t stride = threads;
+    char* out = to + begin;
+    const char* in = from + begin;
     std::size_t p = thread;
+    FR_ROLLED
     for (; p + (kAhead - 1) * stride < units; p += kAhead * stride) {
-      Unit held[kAhead];
+      Items<char, kUnit> held[kAhead];
       FR_UNROLL
-      for (int a = 0; a < kAhead; ++a) held[a] = in[p + a * stride];
+      for (int a = 0; a < kAhead; ++a) held[a] = load_items<kUnit>(in + (p + a * stride) * kUnit);
       FR_UNROLL
-      for (int a = 0; a < kAhead; ++a) out[p + a * stride] = held[a];
+      for (int a = 0; a < kAhead; ++a) store_items(out + (p + a * stride) * kUnit, held[a]);
     }
-    for (; p < units; p += stride) out[p] = in[p];
+    FR_ROLLED
+    for (; p < units; p += stride) store_items(out + p * kUnit, load_items<kUnit>(in + p * kUnit));
+    FR_ROLLED
     for (std::size_t i = thread; i < begin; i += stride) to[i] = from[i];
+    FR_ROLLED
     for (std::size_t i = begin + units * kUnit + thread; i < bytes; i += stride) to[i] = from[i];
   };
   if ((target - source) % kPackBytes == 0)
-    in_units(Items<char, kPackBytes>{});
+    in_units(Width<kPackBytes>{});
   else if ((target - source) % 4 == 0)
-    in_units(Items<char, 4>{});
+    in_units(Width<4>{});
   else
-    in_units(Items<char, 1>{});
+    in_units(Width<1>{});
 }
 
 }  // namespace FR_ISA

@@ -464,8 +464,15 @@ def connect(
     store = _store_of(process_group) if others else None
     watch = PeerWatch(core, rank, watched, others, store)
     watch.start()
-    weakref.finalize(transport, watch.stop)
+    weakref.finalize(transport, _end, core, watch, memory)
     return transport, ""
+
+
+def _end(core: _cuda.CudaCommunicator, watch: PeerWatch, memory: SymmetricMemory) -> None:
+    """The core first: until it is closed, it looks into the memory."""
+    watch.stop()
+    core.close(drain=False)
+    del memory
 
 
 def probe(memory: SymmetricMemory, rank: int, meet: Callable[[], object], begin: int) -> str:

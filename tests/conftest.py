@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import fastreduce
+from fastreduce import cuda
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -30,6 +31,12 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "fastreduce", "conftest"])
 
 TIMEOUT = 90.0
+
+_NO_GPU = cuda.problem() or ("" if torch.cuda.is_available() else "this torch has no CUDA")
+
+
+# For ``pytestmark`` of a file.
+NEEDS_GPU = [pytest.mark.cuda, pytest.mark.skipif(bool(_NO_GPU), reason=f"no GPU: {_NO_GPU}")]
 
 
 def join_group(rank: int, world_size: int, folder: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastreduce import policy, reference
-from fastreduce.policy import KIB, Topology
+from fastreduce.policy import KIB, MIB, GpuTopology, Topology
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,150 @@ def test_mean_is_one_rounding():
             reference.all_reduce([nan, one], op).isnan()
             and reference.all_reduce([one, nan], op).isnan()
         )
+
+
+# -- GPUs ---------------------------------------------------------------------------------------
+
+GIB_S = 1e9
+MACHINES = {
+    "8 x A100, NVSwitch": (GpuTopology("switch", bandwidth=270 * GIB_S), 8),
+    "8 x H100": (GpuTopology("switch", True, 400 * GIB_S), 8),
+    "8 x H200": (GpuTopology("switch", True, 400 * GIB_S), 8),
+    "4 x A100, NVLink mesh": (GpuTopology("mesh", bandwidth=270 * GIB_S), 4),
+    "4 x A100, PCIe": (GpuTopology("pcie", bandwidth=24 * GIB_S, signal=2e-6), 4),
+    "2 x RTX 4090, no peer access": (GpuTopology("none"), 2),
+    "2 x GH200, two hosts": (GpuTopology("none", hosts=2), 2),
+    "GB200 NVL72": (GpuTopology("switch", True, 800 * GIB_S, hosts=18), 72),
+    "16 x H100, two hosts": (GpuTopology("none", hosts=2), 16),
+    "2 x H100 NVL, bridge": (GpuTopology("mesh", bandwidth=280 * GIB_S), 2),
+}
+CHOICES = [
+    ("8 x A100, NVSwitch", 8 * KIB, "low_latency"),
+    ("8 x A100, NVSwitch", 1 * MIB, "two_shot"),
+    ("8 x A100, NVSwitch", 16 * MIB, "two_shot"),
+    ("8 x A100, NVSwitch", 64 * MIB, "process_group"),
+    ("8 x H100", 8 * KIB, "low_latency"),
+    ("8 x H100", 72 * KIB, "low_latency"),
+    ("8 x H100", 1 * MIB, "multimem"),
+    ("8 x H100", 1 * MIB + 4, "two_shot"),  # the switch adds whole packs
+    ("8 x H100", 32 * MIB, "multimem"),
+    ("8 x H100", 64 * MIB, "process_group"),
+    ("8 x H200", 16 * MIB, "multimem"),
+    ("4 x A100, NVLink mesh", 4 * KIB, "low_latency"),
+    ("4 x A100, NVLink mesh", 4 * MIB, "two_shot"),
+    ("4 x A100, PCIe", 1 * KIB, "low_latency"),
+    ("4 x A100, PCIe", 4 * MIB, "process_group"),
+    ("2 x RTX 4090, no peer access", 1 * KIB, "process_group"),
+    ("2 x RTX 4090, no peer access", 64 * MIB, "process_group"),
+    ("2 x GH200, two hosts", 1 * MIB, "process_group"),
+    ("GB200 NVL72", 1 * MIB, "multimem"),
+    ("16 x H100, two hosts", 8 * KIB, "process_group"),
+    ("2 x H100 NVL, bridge", 72 * KIB, "low_latency"),
+    ("2 x H100 NVL, bridge", 8 * MIB, "two_shot"),
+]
+
+
+@pytest.mark.parametrize("machine, nbytes, algorithm", CHOICES)
+def test_choose_algorithm_of_gpus(machine, nbytes, algorithm):
+    topology, world_size = MACHINES[machine]
+    assert policy.choose_algorithm(nbytes, world_size, topology) == algorithm
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_chosen_can_do_it(machine):
+    topology, world_size = MACHINES[machine]
+    for nbytes in [0, 1, 16, 1000, *(KIB << n for n in range(20)), (1 << 30) + 1]:
+        for deterministic in (False, True):
+            name = policy.choose_algorithm(
+                nbytes, world_size, topology, deterministic=deterministic
+            )
+            assert name in policy.GPU_ALGORITHMS
+            if name == "low_latency":
+                assert nbytes <= policy.GPU_INBOX_BYTES and world_size <= 8
+            if name == "one_shot":
+                assert nbytes <= policy.GPU_SLOT_BYTES
+            if name == "multimem":
+                assert topology.multicast and nbytes % 16 == 0 and not deterministic
+            if topology.link == "none":
+                assert name == "process_group"
+            elif deterministic:
+                assert name in ("low_latency", "one_shot", "two_shot")
+
+
+def test_measured_limits_decide():
+    limits = (
+        ("one_shot", 8 * KIB),
+        ("multimem", MIB),
+        ("two_shot", 4 * MIB),
+        ("process_group", None),
+    )
+    topology = GpuTopology("switch", True, limits=limits)
+
+    def choose(nbytes, **kwargs):
+        return policy.choose_algorithm(nbytes, 8, topology, **kwargs)
+
+    assert choose(8 * KIB) == "one_shot"
+    assert choose(9 * KIB) == "multimem"
+    assert choose(9 * KIB + 4) == "two_shot"  # which multimem cannot
+    assert choose(9 * KIB, deterministic=True) == "two_shot"
+    assert choose(5 * MIB) == "process_group"
+    # Of those measured none is allowed: what is expected decides.
+    assert choose(5 * MIB, deterministic=True) == "two_shot"
+
+
+def test_limits_of_measured_times():
+    times = {
+        "low_latency": {1: 3.0, 2: 4.0, 4: 9.0},
+        "two_shot": {1: 6.0, 2: 6.0, 4: 6.0, 8: 7.0, 16: 20.0},
+        "process_group": {1: 9.0, 2: 9.0, 4: 9.0, 8: 9.5, 16: 15.0},
+    }
+    assert policy.limits_of(times) == (("low_latency", 2), ("two_shot", 8), ("process_group", None))
+    times["low_latency"][8] = 6.5  # beaten once in between: stays
+    assert policy.limits_of(times) == (("low_latency", 8), ("process_group", None))
+    assert policy.limits_of({}) == ()
+    for nbytes, name in [(1, "low_latency"), (7, "low_latency"), (9, "process_group")]:
+        topology = GpuTopology("switch", limits=policy.limits_of(times))
+        assert policy.choose_algorithm(nbytes, 2, topology) == name
+
+
+@pytest.mark.parametrize(
+    "bandwidth, multicast, world_size, link, total",
+    [
+        (400e9, True, 8, "switch", 400e9),
+        (270e9, False, 8, "switch", 270e9),
+        (90e9, False, 4, "mesh", 270e9),
+        (55e9, False, 8, "pcie", 55e9),
+        (12e9, False, 2, "pcie", 12e9),
+    ],
+)
+def test_topology_of(bandwidth, multicast, world_size, link, total):
+    topology = policy.topology_of(
+        pair_bandwidth=bandwidth, world_size=world_size, multicast=multicast
+    )
+    assert (topology.link, topology.bandwidth) == (link, total)
+
+
+def test_bytes_on_a_link():
+    """2 (N - 1) / N is the least without a switch that adds, 1 + 1 / N with one."""
+    for world_size in (2, 4, 8):
+        for name in ("two_shot", "ring"):
+            moved = policy.link_bytes(name, 1 << 20, world_size)
+            assert moved == 2 * (world_size - 1) / world_size * (1 << 20)
+        assert policy.link_bytes("multimem", 1 << 20, world_size) == (1 + 1 / world_size) * (
+            1 << 20
+        )
+        assert policy.link_bytes("one_shot", 1 << 20, world_size) == (world_size - 1) << 20
+
+
+def test_expected_seconds_grow_with_size_and_shrink_with_bandwidth():
+    slow, fast = GpuTopology("switch", bandwidth=100e9), GpuTopology("switch", bandwidth=900e9)
+    for name in policy.GPU_ALGORITHMS:
+        times = [policy.expected_seconds(name, KIB << n, 8, slow) for n in range(0, 20, 4)]
+        assert times == sorted(times)
+        assert policy.expected_seconds(name, MIB, 8, fast) < times[-1]
+
+
+def test_blocks():
+    for name in policy.GPU_ALGORITHMS[:-1]:
+        counts = [policy.blocks(name, nbytes, 8, 32) for nbytes in (0, 1, 64 * KIB, MIB, 64 * MIB)]
+        assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 32

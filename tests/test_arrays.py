@@ -1,0 +1,97 @@
+"""Arrays of other libraries, in place: NumPy for real, a GPU's by a stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import make_inputs, same_bits
+
+import fastreduce
+from fastreduce import arrays, reference
+
+
+def reduce_numpy(state: dict) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    world_size = dist.get_world_size()
+    inputs = make_inputs(9, world_size, 5000, torch.float32)
+    with fastreduce.Communicator() as communicator:
+        array = inputs[communicator.rank].numpy().copy()
+        communicator.all_reduce(array, "mean")
+        strided = np.zeros((4, 6), dtype=np.float64)
+        strided[:, ::2] = communicator.rank + 1
+        communicator.all_reduce(strided[:, ::2], "sum")
+        errors = []
+        frozen = np.zeros(3)
+        frozen.flags.writeable = False
+        for wrong in (frozen, [1.0, 2.0], np.zeros(3, dtype=np.complex64)):
+            try:
+                communicator.all_reduce(wrong)
+            except (TypeError, ValueError) as error:
+                errors.append(str(error))
+        return array, strided, errors
+
+
+def test_numpy_in_place(pool):
+    expected = reference.all_reduce(make_inputs(9, 2, 5000, torch.float32), "mean")
+    for array, strided, errors in pool(2).run(reduce_numpy):
+        assert same_bits(torch.from_numpy(array), expected)
+        assert (strided[:, ::2] == 3).all() and (strided[:, 1::2] == 0).all()
+        assert len(errors) == 3
+        assert "writable" in errors[0] and "got list" in errors[1] and "complex64" in errors[2]
+
+
+class Interface:
+    """An array of CuPy's kind; its memory stands for a GPU's."""
+
+    def __init__(self, stream: int | None, read_only: bool = False) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (4,),
+            "typestr": "<f4",
+            "data": (4096, read_only),
+            "version": 3,
+            "stream": stream,
+        }
+
+
+@pytest.mark.parametrize("handle", [None, 1, 2, 1 << 40])
+def test_work_runs_on_the_stream_that_an_array_names(monkeypatch, handle):
+    entered = []
+
+    @contextlib.contextmanager
+    def on(stream):
+        entered.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "legacy")
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda at: f"stream {at}")
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: (array, device))
+    array = Interface(handle)
+    with arrays.borrowed(array) as tensor:
+        assert tensor == (array, "cuda")
+    assert entered == {None: [], 1: ["legacy"]}.get(handle, [f"stream {handle}"])
+
+
+def test_a_read_only_array_of_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="writable"), arrays.borrowed(Interface(None, True)):
+        pass
+
+
+def test_dlpack_alone_is_enough():
+    class Wrapped:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def __dlpack__(self, **kwargs):
+            return self.tensor.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self):
+            return self.tensor.__dlpack_device__()
+
+    inner = torch.zeros(3)
+    with arrays.borrowed(Wrapped(inner)) as tensor:
+        tensor.add_(2)
+    assert inner.eq(2).all()
