@@ -3,6 +3,8 @@
     python -m benchmarks.all_reduce            # all sizes, a few minutes
     python -m benchmarks.all_reduce --quick    # a coarse look
 
+Under torchrun it is another benchmark, of GPUs: see gpu_all_reduce.py.
+
 Every buffer is written afresh by its owner before each call, as a gradient is. The ranks then
 meet at a barrier, and a call's time is that of the slowest rank. Methods take turns within a
 case, so that all of them see the same placement of the cores; the flag round trip is measured
@@ -316,11 +318,12 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
     )
     for axis, case in zip(axes[0], cases, strict=True):
         rows = [r for r in results if (r["ranks"], r["dtype"], r["op"]) == case]
-        for name in rows[0]["seconds"]:
+        for name in dict.fromkeys(name for row in rows for name in row["seconds"]):
             style = "--" if name == BOUND else "o-"
+            timed = [r for r in rows if name in r["seconds"]]
             axis.loglog(
-                [r["bytes"] for r in rows],
-                [r["seconds"][name] * 1e6 for r in rows],
+                [r["bytes"] for r in timed],
+                [r["seconds"][name] * 1e6 for r in timed],
                 style,
                 color=COLOURS.get(name),
                 base=10,
@@ -408,6 +411,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from benchmarks import gpu_all_reduce
+
+        gpu_all_reduce.main(argv)
+        return []
     arguments = parse(argv)
     if arguments.worker:
         work(Path(arguments.worker))

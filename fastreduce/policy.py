@@ -71,7 +71,7 @@ class GpuTopology:
 
     link: Link
     multicast: bool = False
-    bandwidth: float = 450e9
+    bandwidth: float = 390e9
     signal: float = 1.0e-6
     memory: float = 3.0e12
     hosts: int = 1
@@ -80,9 +80,9 @@ class GpuTopology:
 
 # Of a launch within a graph, before anything moves and after the last has: an estimate.
 _KERNEL_SECONDS = 2.5e-6
-# What a process group's collective costs before anything moves: NCCL's latency within one host, and
-# the share of the links that it gets for large messages. Estimates; see docs/gpu.md.
-_GROUP_SECONDS = 9.0e-6
+# What a process group's collective costs before anything moves, and the share of the links that it
+# gets for large messages: NCCL's on 8 x H100, as published. See docs/gpu.md.
+_GROUP_SECONDS = 15.0e-6
 _GROUP_SHARE = 0.8
 # The share of the links that loads and stores of our kernels get. An estimate, until measured.
 _KERNEL_SHARE = 0.8

@@ -39,6 +39,23 @@ def test_all_reduce(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_all_reduce_under_torchrun(tmp_path):
+    """Over CPUs; what is measured of GPUs needs them."""
+    figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    command += ["-m", "benchmarks.all_reduce", "--device", "cpu", "--sizes", 1024, 1 << 20]
+    text = run(*command, "--json", figures, "--plot", picture)
+    assert "algbw" in text and "busbw" in text and "wrong" in text
+    results = json.loads(figures.read_text())["results"]
+    assert {(r["dtype"], r["bytes"]) for r in results} == {
+        (dtype, size) for dtype in ("float32", "bfloat16") for size in (1024, 1 << 20)
+    }
+    for result in results:
+        assert {"two_shot", "ring", "fastreduce", "gloo"} <= set(result["seconds"])
+        assert all(wrong == 0 for wrong in result["wrong"].values())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_ddp_step(tmp_path):
     figures = tmp_path / "figures.json"
     run("benchmarks.ddp_step", "--batches", 4, "--steps", 3, "--json", figures)

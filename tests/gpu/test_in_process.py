@@ -1,109 +1,22 @@
-"""The kernels on one GPU, with 2 to 8 ranks in one process: each has a stream and memory of its own,
-and all of them run side by side."""
+"""The kernels on one GPU, with 2 to 8 ranks in one process: see benchmarks/in_process.py."""
 
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import pytest
 import torch
 from conftest import NEEDS_GPU, make_inputs, same_bits
 
 import fastreduce
-from fastreduce import _C, cuda, errors, policy, reference
+from fastreduce import reference
 
 pytestmark = NEEDS_GPU
 
-KINDS = {name: number for number, name in enumerate(errors.KINDS)}
-DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
-OPS = {name: number for number, name in enumerate(errors.OPS)}
-ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
+pytest.importorskip("fastreduce._cuda", reason="built without nvcc")
+from benchmarks.in_process import DTYPES, Group  # noqa: E402
+
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-SEGMENT_BYTES = 64 << 20
-
-
-class Group:
-    """Ranks on one GPU. ``timeout``: seconds of any one wait."""
-
-    def __init__(self, world_size: int, *, timeout: float = 20.0, first_epoch: int = 0) -> None:
-        self.world_size = world_size
-        blocks = min(cuda._cuda.resident_blocks() // world_size, 16)
-        sizes = (policy.GPU_SLOT_BYTES, policy.GPU_STAGE_BYTES, policy.GPU_INBOX_BYTES)
-        nbytes = cuda._cuda.area_bytes(world_size, blocks, *sizes)
-        device = torch.device("cuda")
-        self.blocks = blocks
-        self.areas = [
-            torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(world_size)
-        ]
-        self.segments = [
-            torch.zeros(SEGMENT_BYTES, dtype=torch.uint8, device=device) for _ in range(world_size)
-        ]
-        self.streams = [torch.cuda.Stream() for _ in range(world_size)]
-        torch.cuda.synchronize()
-        self.cores = [
-            cuda._cuda.CudaCommunicator(
-                rank,
-                [area.data_ptr() for area in self.areas],
-                blocks=blocks,
-                slot_bytes=sizes[0],
-                stage_bytes=sizes[1],
-                inbox_bytes=sizes[2],
-                timeout=timedelta(seconds=timeout),
-                first_epoch=first_epoch,
-            )
-            for rank in range(world_size)
-        ]
-        for core in self.cores:
-            core.add_segment(1, [each.data_ptr() for each in self.segments], 0, SEGMENT_BYTES)
-
-    def place(self, rank: int, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """The tensor's values in memory that the other ranks reach."""
-        nbytes = tensor.nbytes
-        there = self.segments[rank][offset : offset + nbytes].view(tensor.dtype)
-        return there.copy_(tensor)
-
-    def launch(
-        self,
-        rank: int,
-        kind: str,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        count: int,
-        *,
-        algorithm: str,
-        op: str = "sum",
-        scale: float = 1.0,
-        root: int = 0,
-        blocks: int | None = None,
-    ) -> None:
-        dtype = DTYPES[source.dtype]
-        plan = _C.plan(KINDS[kind], dtype, OPS[op], ALGORITHMS[algorithm], 0)
-        self.cores[rank].run(
-            plan,
-            source.data_ptr(),
-            target.data_ptr(),
-            count,
-            root,
-            scale,
-            blocks
-            or min(policy.blocks(algorithm, source.nbytes, self.world_size, 32), self.blocks),
-            self.streams[rank].cuda_stream,
-        )
-
-    def all_reduce(self, tensors: list[torch.Tensor], algorithm: str, **kwargs) -> None:
-        torch.cuda.synchronize()
-        for rank, tensor in enumerate(tensors):
-            self.launch(
-                rank, "all_reduce", tensor, tensor, tensor.numel(), algorithm=algorithm, **kwargs
-            )
-        torch.cuda.synchronize()
-        for core in self.cores:
-            core.check()
-
-    def close(self) -> None:
-        for core in self.cores:
-            core.close(drain=True)
 
 
 @pytest.fixture(params=[2, 3, 4, 8])
