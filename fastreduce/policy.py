@@ -84,8 +84,9 @@ _KERNEL_SECONDS = 2.5e-6
 # gets for large messages: NCCL's on 8 x H100, as published. See docs/gpu.md.
 _GROUP_SECONDS = 15.0e-6
 _GROUP_SHARE = 0.8
-# The share of the links that loads and stores of our kernels get. An estimate, until measured.
-_KERNEL_SHARE = 0.8
+# The share of the links that loads and stores of our kernels get. Estimates, until measured; loads
+# over PCIe are answered one by one.
+_KERNEL_SHARE = {"switch": 0.8, "mesh": 0.8, "pcie": 0.5, "none": 0.5}
 # Above this, the process group runs: NCCL uses fewer multiprocessors for the same bandwidth.
 _GROUP_BYTES = 32 * MIB
 
@@ -128,7 +129,7 @@ def expected_seconds(algorithm: str, nbytes: int, world_size: int, topology: Gpu
     if algorithm == "process_group":
         return _GROUP_SECONDS + moved / (_GROUP_SHARE * topology.bandwidth)
     local = 2 * nbytes / topology.memory if algorithm == "one_shot" else 0.0  # fills the slot
-    wire = moved / (_KERNEL_SHARE * topology.bandwidth)
+    wire = moved / (_KERNEL_SHARE[topology.link] * topology.bandwidth)
     return _KERNEL_SECONDS + flags(algorithm, world_size) * topology.signal + local + wire
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,7 +115,8 @@ CHOICES = [
     ("8 x A100, NVSwitch", 16 * MIB, "two_shot"),
     ("8 x A100, NVSwitch", 64 * MIB, "process_group"),
     ("8 x H100", 8 * KIB, "low_latency"),
-    ("8 x H100", 72 * KIB, "low_latency"),
+    ("8 x H100", 64 * KIB, "low_latency"),
+    ("8 x H100", 128 * KIB, "multimem"),
     ("8 x H100", 1 * MIB, "multimem"),
     ("8 x H100", 1 * MIB + 4, "two_shot"),  # the switch adds whole packs
     ("8 x H100", 32 * MIB, "multimem"),
@@ -231,6 +234,23 @@ def test_expected_seconds_grow_with_size_and_shrink_with_bandwidth():
         times = [policy.expected_seconds(name, KIB << n, 8, slow) for n in range(0, 20, 4)]
         assert times == sorted(times)
         assert policy.expected_seconds(name, MIB, 8, fast) < times[-1]
+
+
+def test_the_documented_expectations():
+    """The table in docs/gpu.md is what policy says of 8 x H100."""
+    text = (Path(__file__).parents[1] / "docs" / "gpu.md").read_text()
+    rows = re.findall(r"^\| (\d+) (KiB|MiB) \|((?: [\d.]+ \|){6}) ", text, flags=re.M)
+    assert [(int(n), unit) for n, unit, _ in rows] == [
+        (8, "KiB"), (72, "KiB"), (1, "MiB"), (16, "MiB"), (64, "MiB")
+    ]  # fmt: skip
+    h100 = GpuTopology("switch", True)
+    for number, unit, cells in rows:
+        nbytes = int(number) * {"KiB": KIB, "MiB": MIB}[unit]
+        expected = [
+            f"{policy.expected_seconds(name, nbytes, 8, h100) * 1e6:.1f}"
+            for name in policy.GPU_ALGORITHMS
+        ]
+        assert re.findall(r"[\d.]+", cells) == expected
 
 
 def test_blocks():
