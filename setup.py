@@ -130,7 +130,8 @@ def cuda_rules(nvcc: str, target: Path, include: str) -> list[str]:
             f"build {objects[-1]}: cuda {escape(path)}",
             f"  targets = {cuda_targets(nvcc)}",
         ]
-    for path in sorted(SOURCES.resolve().glob(f"{CUDA}*.cpp")):
+    plain = [*SOURCES.resolve().glob(f"{CUDA}*.cpp"), SOURCES.resolve() / "shared_memory.cpp"]
+    for path in sorted(plain):
         objects.append(f"{path.stem}.o")
         rules.append(f"build {objects[-1]}: cuda {escape(path)}")
     return [*rules, f"build {escape(target)}: link_cuda {' '.join(objects)}"]

@@ -66,7 +66,8 @@ PYBIND11_MODULE(_cuda, m) {
           },
           py::call_guard<py::gil_scoped_release>())
       .def("check", &CudaCommunicator::check)
-      .def("lose", &CudaCommunicator::lose)
+      .def("lose", &CudaCommunicator::lose, py::call_guard<py::gil_scoped_release>())
+      .def("watch", &CudaCommunicator::watch)
       .def("close", &CudaCommunicator::close, py::arg("drain"),
            py::call_guard<py::gil_scoped_release>());
 }

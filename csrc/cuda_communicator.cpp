@@ -1,7 +1,14 @@
 #include "cuda_communicator.h"
 
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 
 namespace fastreduce {
 
@@ -65,7 +72,7 @@ void CudaCommunicator::add_segment(int id, const std::vector<Address>& bases, Ad
                                    std::size_t bytes) {
   const View& view = launch_.view;
   std::lock_guard<std::mutex> lock(mutex_);
-  require(!closed_, "the communicator is closed");
+  require(!closing_, "the communicator is closed");
   require(id >= 0 && id < kSegments,
           "symmetric tensors: there are " + std::to_string(kSegments) + " already");
   require(static_cast<int>(bases.size()) == view.world(), "bases: expected one of each rank");
@@ -161,7 +168,7 @@ void CudaCommunicator::run(Call call, const void* in, void* out, int blocks, Add
 void CudaCommunicator::check() const {
   const View& view = launch_.view;
   std::lock_guard<std::mutex> lock(mutex_);
-  require(!closed_, "the communicator is closed");
+  require(!closing_, "the communicator is closed");
   if (load_acquire(&mailbox_->failed) != 0) throw CallFailed{mailbox_->record, view.rank};
 }
 
@@ -173,13 +180,55 @@ void CudaCommunicator::lose(int peer) {
   store_release(&word, word | 1u << peer % 32);
 }
 
+void CudaCommunicator::watch(const std::map<int, int>& processes) {
+  require(!watcher_.joinable(), "peers are watched already");
+  wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC));
+  if (wake_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}};
+  std::vector<Descriptor> opened;
+  std::vector<int> ranks;
+  for (const auto& [peer, process] : processes) {
+    Descriptor fd(static_cast<int>(::syscall(SYS_pidfd_open, process, 0)));
+    if (fd.get() < 0) {
+      if (errno == ESRCH) lose(peer);
+      continue;  // without a descriptor, the waits' own timeout is left
+    }
+    polled.push_back({fd.get(), POLLIN, 0});
+    opened.push_back(std::move(fd));
+    ranks.push_back(peer);
+  }
+  watcher_ =
+      std::thread([this, polled = std::move(polled), opened = std::move(opened), ranks]() mutable {
+        for (;;) {
+          if (::poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) return;
+          if (polled[0].revents != 0) return;
+          for (std::size_t i = 1; i < polled.size(); ++i) {
+            if (polled[i].revents == 0) continue;
+            polled[i].fd = -1;  // is not polled any more
+            polled[i].revents = 0;
+            lose(ranks[i - 1]);
+          }
+        }
+      });
+}
+
 void CudaCommunicator::close(bool drain) {
   const View& view = launch_.view;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_) return;
+    closing_ = true;
+    if (!drain) store_release(&mailbox_->stop, 1);
+  }
+  driver_.synchronise();  // peers may be lost meanwhile
+  if (watcher_.joinable()) {
+    const std::uint64_t one = 1;
+    while (::write(wake_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+    }
+    watcher_.join();
+  }
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_) return;
   closed_ = true;
-  if (!drain) store_release(&mailbox_->stop, 1);
-  driver_.synchronise();
   const auto word =
       static_cast<std::uint32_t>(mailbox_->failed != 0 ? State::failed : State::closed);
   for (int p = 0; p < view.world(); ++p)

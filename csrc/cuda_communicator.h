@@ -5,9 +5,11 @@
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "cuda.h"
+#include "shared_memory.h"
 
 namespace fastreduce {
 
@@ -39,6 +41,9 @@ class CudaCommunicator {
   void check() const;
   // Lets waits for this peer end, now and from now on: its process has ended.
   void lose(int peer);
+  // Calls lose() as one of these processes ends. Needs no interpreter, which may itself be waiting
+  // for the device.
+  void watch(const std::map<int, int>& processes);
   // Waits for what has been launched (without `drain`: ends it), tells the peers, frees all.
   void close(bool drain);
 
@@ -58,7 +63,10 @@ class CudaCommunicator {
   Segment* segments_ = nullptr;
   mutable std::mutex mutex_;
   std::map<int, Own> own_;
-  bool closed_ = false;
+  bool closing_ = false;  // nothing is launched any more
+  bool closed_ = false;   // the mailbox is gone
+  std::thread watcher_;
+  Descriptor wake_;
 };
 
 }  // namespace fastreduce

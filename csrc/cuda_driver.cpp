@@ -38,7 +38,9 @@ class CudaDriver final : public Driver {
   }
   void release_mapped(void* memory) override { cudaFreeHost(memory); }
   void copy(void* to, const void* from, std::size_t bytes) override {
-    check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+    // A plain copy out of pageable memory may return before the device has it.
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, nullptr));
+    check(cudaStreamSynchronize(nullptr));
   }
   void synchronise() override { check(cudaDeviceSynchronize()); }
   void launch(const Launch& launch, int blocks, Address stream) override {

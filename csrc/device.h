@@ -59,18 +59,25 @@ class DeviceBlock : public Target {
     std::uint32_t polls = 0;
     std::uint64_t begin = 0;
     std::uint64_t looked = 0;
+    bool last = false;  // there is no hope, unless the next poll brings it
   };
   FR_BLOCK Pause pause() const { return {}; }
 
-  // Looks at the clock now and then, and after that less often whether there is still hope.
+  // Looks at the clock now and then, and after that less often whether there is still hope. What a
+  // peer did before it left still counts: so the caller polls once more after that look.
   FR_BLOCK bool more(Pause& pause, int peer, Phase phase, std::uint32_t expected,
                      std::uint32_t seen) {
+    if (pause.last) {
+      hopeless(*this, true, pause.looked - pause.begin, peer, phase, expected, seen);
+      return false;
+    }
     if (++pause.polls % kPollsPerLook != 0) return true;
     const std::uint64_t now = this->nanoseconds();
     if (pause.begin == 0) pause.begin = pause.looked = now;
     if (now - pause.looked < kLookNanoseconds) return true;
     pause.looked = now;
-    return hopeful(*this, now - pause.begin, peer, phase, expected, seen);
+    pause.last = hopeless(*this, false, now - pause.begin, peer, phase, expected, seen);
+    return true;
   }
 
   FR_BLOCK void differs(int peer, const Difference& difference) {
@@ -91,12 +98,13 @@ class DeviceBlock : public Target {
 
   static FR_BLOCK const Launch& launch(Target target) { return *target.shared().launch; }
 
-  static FR_OUT_OF_LINE bool hopeful(Target target, std::uint64_t waited, int peer, Phase phase,
-                                     std::uint32_t expected, std::uint32_t seen) {
+  // Whether waiting for `peer` is in vain; with `declare`, also tells why.
+  static FR_OUT_OF_LINE bool hopeless(Target target, bool declare, std::uint64_t waited, int peer,
+                                      Phase phase, std::uint32_t expected, std::uint32_t seen) {
     const Launch& launch = *target.shared().launch;
     const Mailbox& mailbox = *launch.mailbox;
     const View& view = launch.view;
-    if (target.look(launch.state->failed) != 0) return false;  // another block has told
+    if (target.look(launch.state->failed) != 0) return true;  // another block has told
     const int gone = failed_peer(view);
     const std::uint32_t lost = load_acquire(&mailbox.lost[peer / 32]) >> peer % 32 & 1;
     const auto state = static_cast<State>(load_acquire(&view.state(view.rank, peer).value));
@@ -113,9 +121,9 @@ class DeviceBlock : public Target {
     } else if (waited >= launch.timeout_ns) {
       why = Failure::timeout;
     } else {
-      return true;
+      return false;
     }
-    if (!target.first(launch.state->failed)) return false;
+    if (!declare || !target.first(launch.state->failed)) return true;
     FailureRecord record = blank(target, phase);
     record.failure = why;
     record.peer = peer;
@@ -128,7 +136,7 @@ class DeviceBlock : public Target {
     if (record.failure != Failure::mismatch)
       record.written = phase != Phase::enter || target.count() > 1 || launch.job.call.segment >= 0;
     tell(target, record);
-    return false;
+    return true;
   }
 
   static FR_BLOCK FailureRecord blank(Target target, Phase phase) {

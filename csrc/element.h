@@ -45,14 +45,25 @@ struct Element<BFloat16> {
     return bits_float(static_cast<std::uint32_t>(value) << 16);
   }
   static FR_FN BFloat16 store(float value) {
+#if defined(__CUDA_ARCH__)
+    std::uint16_t narrow;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
+    return static_cast<BFloat16>(narrow);
+#else
     const std::uint32_t quiet_nan = (float_bits(value) >> 16) | 0x40u;
     return value != value ? static_cast<BFloat16>(quiet_nan) : store_reduced(value);
+#endif
   }
-  // For what arithmetic on widened values gives: the lower half of a NaN's bits is zero then
-  // (it is an operand's or the processor's default), so rounding does not disturb it.
+  // For what arithmetic on widened values gives: on a processor the lower half of a NaN's bits is
+  // zero then (it is an operand's or the default), so rounding does not disturb it. On a GPU it is
+  // not: there, arithmetic gives 0x7fffffff.
   static FR_FN BFloat16 store_reduced(float value) {
+#if defined(__CUDA_ARCH__)
+    return store(value);
+#else
     const std::uint32_t bits = float_bits(value);
     return static_cast<BFloat16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
   }
 };
 

@@ -173,6 +173,9 @@ __device__ void multimem_store(char* at, const Words& w) {
                : "memory");
 }
 
+// Peers' own addresses and the switch's are two ways to the same memory.
+__device__ void order_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
 template <class T>
 __device__ void reduce_by_switch(CudaBlock& block, char* everywhere, std::size_t n) {
   constexpr int kItems = kItemsOf<T>;
@@ -206,14 +209,18 @@ __device__ void CudaArithmetic::reduce_everywhere([[maybe_unused]] CudaBlock& bl
                                                   [[maybe_unused]] char* everywhere,
                                                   [[maybe_unused]] std::size_t n) const {
 #if defined(FR_MULTIMEM)
+  order_aliases();
   switch (shared.launch->job.call.dtype) {
     case DType::float32:
-      return reduce_by_switch<float>(block, everywhere, n);
+      reduce_by_switch<float>(block, everywhere, n);
+      break;
     case DType::float16:
-      return reduce_by_switch<Half>(block, everywhere, n);
+      reduce_by_switch<Half>(block, everywhere, n);
+      break;
     default:
-      return reduce_by_switch<BFloat16>(block, everywhere, n);
+      reduce_by_switch<BFloat16>(block, everywhere, n);
   }
+  order_aliases();
 #endif
 }
 
@@ -267,7 +274,8 @@ int resident_blocks_of_kernels() {
   return least;
 }
 
-// All blocks are on the device at once, or the launch is refused.
+// All blocks of the launch fit on the device at once, or it is refused. (Other kernels there end;
+// of other waiting kernels, policy leaves room for one more.)
 void launch_kernel(const Launch& launch, int blocks, cudaStream_t stream) {
   cudaLaunchAttribute together;
   together.id = cudaLaunchAttributeCooperative;

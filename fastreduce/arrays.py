@@ -31,10 +31,14 @@ def borrowed(array: Any) -> Iterator[Tensor]:
     """
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
-        if interface["data"][1]:
+        address, read_only = interface["data"]
+        if read_only:
             raise ValueError("array: expected a writable one")
         with _stream(interface.get("stream")):
-            yield torch.as_tensor(array, device="cuda")
+            tensor = _tensor(array)
+            if tensor.numel() != 0 and tensor.data_ptr() != address:
+                raise ValueError("array: torch cannot use its memory in place")
+            yield tensor
         return
     if not hasattr(array, "__dlpack__"):
         raise TypeError(
@@ -44,7 +48,14 @@ def borrowed(array: Any) -> Iterator[Tensor]:
     flags = getattr(array, "flags", None)
     if getattr(flags, "writeable", True) is False:
         raise ValueError("array: expected a writable one")
-    yield torch.utils.dlpack.from_dlpack(array)
+    yield _tensor(array)
+
+
+def _tensor(array: Any) -> Tensor:
+    """DLPack says on which device an array lies; the other interface does not."""
+    if hasattr(array, "__dlpack__"):
+        return torch.utils.dlpack.from_dlpack(array)
+    return torch.as_tensor(array, device="cuda")
 
 
 def _stream(handle: int | None) -> contextlib.AbstractContextManager[Any]:

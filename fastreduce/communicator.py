@@ -523,7 +523,10 @@ class Communicator:
         limits = policy.limits_of(worst)
         gpu.topology = replace(gpu.topology, limits=limits)
         if self.rank == 0:
-            tuning.remember(self._machine(place), limits)
+            try:
+                tuning.remember(self._machine(place), limits)
+            except OSError as error:
+                self._say(f"tune: what was measured is not remembered: {error}")
 
     # -- lifetime -----------------------------------------------------------------------------
 
@@ -693,11 +696,12 @@ class Communicator:
 
     def _gpu_on(self, device: torch.device) -> cuda.CudaTransport | None:
         """Collective the first time that a device is seen."""
-        known = self._gpus.get(device, self)
-        if known is not self:
-            return known  # type: ignore[return-value]
+        if device not in self._gpus:
+            self._gpus[device] = self._connect(device)
+        return self._gpus[device]
+
+    def _connect(self, device: torch.device) -> cuda.CudaTransport | None:
         if self.world_size == 1:
-            self._gpus[device] = None
             return None
         if not cuda.problem() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -713,7 +717,6 @@ class Communicator:
             tuning.recall(self._machine(device)),
             self._first_epoch,
         )
-        self._gpus[device] = gpu
         if gpu is None:
             self._say(f"CUDA tensors go through the process group, because {reason}")
         return gpu

@@ -8,15 +8,15 @@ call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import select
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
     from fastreduce.process_group import ProcessGroupTransport
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _NUMBERS = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
 _KINDS = {name: number for number, name in enumerate(errors.KINDS)}
 _OPS = {name: number for number, name in enumerate(errors.OPS)}
@@ -45,9 +48,11 @@ _DIRECT = ("two_shot", "multimem")
 
 _STAGING = 0  # the segment through which tensors go that peers cannot reach
 _PROBE_BYTES = 16 * policy.MIB
+# More blocks than these move no more over a GPU's links.
+_MOST_BLOCKS = 32
+# Of peers on other hosts, whose processes cannot be watched.
 _HEARTBEAT_SECONDS = 1.0
-# Of a peer on another host, whose process cannot be watched.
-_SILENCE_SECONDS = 30.0
+_SILENCE_SECONDS = 60.0
 
 
 def problem() -> str:
@@ -62,8 +67,11 @@ def problem() -> str:
 class Work:
     """An asynchronous call on a stream of its own."""
 
-    def __init__(self, done: torch.cuda.Event, check: Callable[[], None]) -> None:
+    def __init__(
+        self, done: torch.cuda.Event, device: torch.device, check: Callable[[], None]
+    ) -> None:
         self._done = done
+        self._device = device
         self._check = check
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
@@ -76,7 +84,7 @@ class Work:
                 if time.monotonic() >= end:
                     raise TimeoutError(f"the call has not completed after {limit} s")
                 time.sleep(1e-4)
-        self._done.wait()
+        self._done.wait(torch.cuda.current_stream(self._device))
         self._check()
 
     def is_completed(self) -> bool:
@@ -84,7 +92,7 @@ class Work:
 
 
 class CallOrder:
-    """Kernels of one communicator run one after the other, also when their callers' streams differ.
+    """Calls of one communicator run one after the other, also when their callers' streams differ.
 
     Calls that are captured into a graph are ordered among themselves; where they run against other
     calls, at replay, is for whoever replays the graph to say.
@@ -92,16 +100,31 @@ class CallOrder:
 
     def __init__(self) -> None:
         self._last: torch.cuda.Stream | None = None
+        self._captured = False
+        self._done: torch.cuda.Event | None = None
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """Before a launch on ``stream``, which is the current one."""
-        last, self._last = self._last, stream
+        last = self._last
         if last is None or last == stream:
             return
-        with torch.cuda.stream(last):
-            before = torch.cuda.is_current_stream_capturing()
-        if before == torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(last)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing and not self._captured and self._done is not None:
+            stream.wait_event(self._done)  # the other stream itself may be gone by now
+        elif capturing and self._captured:
+            with torch.cuda.stream(last):
+                together = torch.cuda.is_current_stream_capturing()
+            if together:
+                stream.wait_stream(last)
+
+    def leave(self, stream: torch.cuda.Stream) -> None:
+        """After it."""
+        self._last = stream
+        self._captured = torch.cuda.is_current_stream_capturing()
+        if not self._captured:
+            if self._done is None:
+                self._done = torch.cuda.Event()
+            self._done.record(stream)
 
 
 @dataclass
@@ -121,12 +144,28 @@ class SymmetricMemory:
     peer: Callable[[int, int, int], Tensor]
 
 
-def allocate(nbytes: int, device: torch.device, group: ProcessGroup) -> SymmetricMemory:
-    """Collective. torch says no with whatever exception it likes."""
-    from torch.distributed import _symmetric_memory as symmetric
+def allocate(
+    nbytes: int,
+    device: torch.device,
+    group: ProcessGroup,
+    exchange: Callable[[str], list[str]],
+) -> SymmetricMemory:
+    """Collective. RuntimeError, on all ranks, if one of them has no such memory."""
+    reason = ""
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
 
-    local = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        # What symmetric.empty() does, without a memory pool that the user's allocator may not know.
+        allocator: Any = symmetric
+        local = allocator._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    except Exception as error:  # torch says no with whatever exception it likes
+        reason = f"there is no symmetric memory of {nbytes} bytes on {device}: {error}"
+    # Who is alone in the rendezvous would wait in vain.
+    if reason := _first(exchange(reason)):
+        raise RuntimeError(reason)
     handle = symmetric.rendezvous(local, group)
+    if int(handle.buffer_ptrs[handle.rank]) != local.data_ptr():
+        raise RuntimeError("symmetric memory that does not begin where its tensor does")
 
     def peer(rank: int, begin: int, size: int) -> Tensor:
         part: Tensor = handle.get_buffer(rank, (size,), torch.uint8, begin)
@@ -135,6 +174,18 @@ def allocate(nbytes: int, device: torch.device, group: ProcessGroup) -> Symmetri
     return SymmetricMemory(
         local, [int(at) for at in handle.buffer_ptrs], int(handle.multicast_ptr), peer
     )
+
+
+def _on_device(method: Callable[P, T]) -> Callable[P, T]:
+    """With the transport's device as the current one: it need not be its caller's."""
+
+    @functools.wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        transport: Any = args[0]
+        with torch.cuda.device(transport.device):
+            return method(*args, **kwargs)
+
+    return guarded
 
 
 class CudaTransport:
@@ -183,18 +234,21 @@ class CudaTransport:
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in tensors:
-            tensor.record_stream(stream)
+            # Symmetric memory is not the caching allocator's, and not given back while calls run.
+            if self._core.find(tensor.data_ptr(), tensor.nbytes, False) < 0:
+                tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             yield stream
 
     def work(self) -> Work:
         """For what has been launched on the current stream."""
         done = torch.cuda.Event()
-        done.record()
-        return Work(done, self._core.check)
+        done.record(torch.cuda.current_stream(self.device))
+        return Work(done, self.device, self._core.check)
 
     # -- collectives --------------------------------------------------------------------------
 
+    @_on_device
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str, scale: float, shape: int) -> None:
         flat = tensor.detach().view(-1)
         plan = self._plan("all_reduce", tensor.dtype, op, algorithm, shape)
@@ -203,11 +257,12 @@ class CudaTransport:
             return
         # In pieces on every rank alike, though only some may need the staging.
         step = self._staging.numel() // tensor.element_size()
-        for begin in range(0, flat.numel(), step):
+        for begin in range(0, max(flat.numel(), 1), step):
             piece = flat[begin : begin + step]
             with self._reachable(piece, write_back=True, multicast=algorithm == "multimem") as at:
                 self._launch(plan, at, at, at.numel(), algorithm, scale=scale)
 
+    @_on_device
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: str, scale: float, shape: int
     ) -> None:
@@ -218,19 +273,20 @@ class CudaTransport:
         step = self._staging.numel() // self.world_size // 16 * 16 // output.element_size()
         if algorithm == "one_shot":
             step = max(out.numel(), 1)
-        for begin in range(0, out.numel(), step):
+        for begin in range(0, max(out.numel(), 1), step):
             end = min(begin + step, out.numel())
             part = whole[:, begin:end]
             with self._reachable(part, stage=algorithm != "one_shot") as at:
                 self._launch(plan, at, out[begin:end], end - begin, algorithm, scale=scale)
 
+    @_on_device
     def all_gather(self, output: Tensor, input: Tensor, shape: int) -> None:
         mine = _bytes(input)
         whole = _bytes(output).view(self.world_size, -1)
         algorithm = self._moving(mine.numel())
         plan = self._plan("all_gather", torch.uint8, "sum", algorithm, shape)
         step = max(mine.numel(), 1) if algorithm == "one_shot" else self._staging.numel()
-        for begin in range(0, mine.numel(), step):
+        for begin in range(0, max(mine.numel(), 1), step):
             end = min(begin + step, mine.numel())
             out = whole[:, begin:end]
             target = out if out.is_contiguous() else torch.empty_like(out)
@@ -239,25 +295,28 @@ class CudaTransport:
             if target is not out:
                 out.copy_(target)
 
+    @_on_device
     def broadcast(self, tensor: Tensor, root: int, shape: int) -> None:
         flat = _bytes(tensor)
         algorithm = self._moving(flat.numel())
         plan = self._plan("broadcast", torch.uint8, "sum", algorithm, shape)
         step = max(flat.numel(), 1) if algorithm == "one_shot" else self._staging.numel()
-        for begin in range(0, flat.numel(), step):
+        for begin in range(0, max(flat.numel(), 1), step):
             piece = flat[begin : begin + step]
             with self._reachable(piece, stage=algorithm != "one_shot") as at:
                 # Every rank's own is the target; the root's is the source.
                 self._launch(plan, at, piece, piece.numel(), algorithm, root=root)
 
+    @_on_device
     def barrier(self) -> None:
         """Of the ranks' current streams."""
         plan = self._plan("barrier", torch.uint8, "sum", "one_shot", 0)
-        self._order.enter(torch.cuda.current_stream(self.device))
-        self._core.run(plan, 0, 0, 0, 0, 1.0, 1, self._handle())
+        nothing = self._staging[:0]
+        self._launch(plan, nothing, nothing, 0, "one_shot")
 
     # -- memory -------------------------------------------------------------------------------
 
+    @_on_device
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Collective: an uninitialised tensor that peers reach."""
         count = torch.Size(shape).numel()
@@ -269,13 +328,15 @@ class CudaTransport:
             del self._segments[number]
         number = next(n for n in range(1, 1 << 30) if n not in self._segments)
         nbytes = max(-(-count * dtype.itemsize // 16) * 16, 16)
-        memory = allocate(nbytes, self.device, self._group)
+        memory = allocate(nbytes, self.device, self._group, self._exchange)
         self._core.add_segment(number, memory.pointers, memory.multicast, nbytes)
         self._segments[number] = StorageWeakRef(memory.local.untyped_storage())
         return memory.local[: count * dtype.itemsize].view(dtype).view(shape)
 
+    @_on_device
     def close(self, *, drain: bool) -> None:
-        self._core.close(drain)
+        with torch.cuda.device(self.device):
+            self._core.close(drain)
 
     # -- launches -----------------------------------------------------------------------------
 
@@ -284,9 +345,6 @@ class CudaTransport:
 
     def _plan(self, kind: str, dtype: torch.dtype, op: str, algorithm: str, shape: int) -> int:
         return _C.plan(_KINDS[kind], _NUMBERS[dtype], _OPS[op], _ALGORITHMS[algorithm], shape)
-
-    def _handle(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _launch(
         self,
@@ -300,7 +358,8 @@ class CudaTransport:
         scale: float = 1.0,
     ) -> None:
         blocks = policy.blocks(algorithm, source.nbytes, self.world_size, self._most_blocks)
-        self._order.enter(torch.cuda.current_stream(self.device))
+        stream = torch.cuda.current_stream(self.device)
+        self._order.enter(stream)
         self._core.run(
             plan,
             source.data_ptr(),
@@ -309,8 +368,9 @@ class CudaTransport:
             root,
             scale,
             blocks,
-            self._handle(),
+            int(stream.cuda_stream),
         )
+        self._order.leave(stream)
 
     @contextlib.contextmanager
     def _reachable(
@@ -333,11 +393,14 @@ class CudaTransport:
             yield tensor
             return
         copy = self._staging[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self._order.enter(torch.cuda.current_stream(self.device))
+        stream = torch.cuda.current_stream(self.device)
+        self._order.enter(stream)
         copy.copy_(tensor)
+        self._order.leave(stream)
         yield copy
         if write_back:
             tensor.copy_(copy)
+            self._order.leave(stream)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -352,15 +415,16 @@ def convert(
         raise RuntimeError(problem())
     if not sources:
         return
-    _cuda.convert(
-        [tensor.data_ptr() for tensor in sources],
-        [tensor.data_ptr() for tensor in targets],
-        [tensor.numel() for tensor in sources],
-        _NUMBERS[sources[0].dtype],
-        _NUMBERS[targets[0].dtype],
-        scale,
-        int(torch.cuda.current_stream(device).cuda_stream),
-    )
+    with torch.cuda.device(device):
+        _cuda.convert(
+            [tensor.data_ptr() for tensor in sources],
+            [tensor.data_ptr() for tensor in targets],
+            [tensor.numel() for tensor in sources],
+            _NUMBERS[sources[0].dtype],
+            _NUMBERS[targets[0].dtype],
+            scale,
+            int(torch.cuda.current_stream(device).cuda_stream),
+        )
 
 
 # -- rendezvous -------------------------------------------------------------------------------
@@ -373,9 +437,12 @@ class _Gpu:
     host: str
     processes: str
     process: int
-    problem: str
-    blocks: int = 0
-    limits: tuple[tuple[str, int | None], ...] = ()
+    blocks: int
+    limits: tuple[tuple[str, int | None], ...]
+
+
+class _Refused(Exception):
+    """Some rank cannot; raised on all."""
 
 
 def connect(
@@ -391,87 +458,135 @@ def connect(
 
     ``limits``: what ``tune`` has measured on this machine; rank 0's counts.
     """
-    reason = problem()
-    blocks = 0
-    if not reason:
-        with torch.cuda.device(device):
-            blocks = min(_cuda.resident_blocks(), 32)
-    here = _Gpu(
-        host=_boot_id(),
-        processes=os.readlink("/proc/self/ns/pid"),
-        process=os.getpid(),
-        problem=reason,
-        blocks=blocks,
-        limits=limits,
-    )
-    ranks = group.all_gather_object(here)
-    for p, each in enumerate(ranks):
-        if each.problem:
-            return None, f"on rank {p}, {each.problem}"
-    blocks = min(each.blocks for each in ranks)
 
+    def together(step: Callable[[], T]) -> list[T]:
+        """What the step gives on every rank; where it fails on one, all are refused."""
+        mine: tuple[T | None, str]
+        try:
+            mine = step(), ""
+        except Exception as error:
+            mine = None, f"on rank {rank}, {error}"
+        every = group.all_gather_object(mine)
+        if reason := _first([reason for _, reason in every]):
+            raise _Refused(reason)
+        return [value for value, _ in every]  # type: ignore[misc]
+
+    try:
+        ranks = together(lambda: _describe(device, limits))
+        with torch.cuda.device(device):
+            transport = _connect(
+                together, group, process_group, rank, ranks, device, timeout, first_epoch
+            )
+    except _Refused as refused:
+        return None, str(refused)
+    return transport, ""
+
+
+def _describe(device: torch.device, limits: tuple[tuple[str, int | None], ...]) -> _Gpu:
+    if reason := problem():
+        raise RuntimeError(reason)
+    with torch.cuda.device(device):
+        # Half of them: a kernel that waits must not keep another one that waits from running.
+        blocks = min(_cuda.resident_blocks() // 2, _MOST_BLOCKS)
+    if blocks < 1:
+        raise RuntimeError("the GPU is too small for the kernels")
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        host = file.read().strip()
+    return _Gpu(host, os.readlink("/proc/self/ns/pid"), os.getpid(), blocks, limits)
+
+
+def _connect(
+    together: Callable[[Callable[[], Any]], list[Any]],
+    group: ProcessGroupTransport,
+    process_group: ProcessGroup,
+    rank: int,
+    ranks: list[_Gpu],
+    device: torch.device,
+    timeout: timedelta,
+    first_epoch: int,
+) -> CudaTransport:
+    exchange = group.all_gather_object
+    blocks = min(each.blocks for each in ranks)
     layout = (blocks, policy.GPU_SLOT_BYTES, policy.GPU_STAGE_BYTES, policy.GPU_INBOX_BYTES)
     staging = -(-_cuda.area_bytes(len(ranks), *layout) // 4096) * 4096
-    memory: SymmetricMemory | None = None
-    try:
-        memory = allocate(staging + policy.GPU_PIECE_BYTES, device, process_group)
-        memory.local.zero_()
-        torch.cuda.synchronize(device)
-    except Exception as error:
-        reason = f"rank {rank} could not map its peers' memory: {error}"
-    if reason := _first(group.all_gather_object(reason)):
-        return None, reason
-    assert memory is not None
+    made: list[Any] = []
 
-    reason = probe(memory, rank, lambda: _first(group.all_gather_object("")), staging)
-    if reason := _first(group.all_gather_object(reason)):
-        return None, reason
-    pair = min(group.all_gather_object(pair_bandwidth(memory, rank, staging)))
+    def make_memory() -> None:
+        nbytes = staging + policy.GPU_PIECE_BYTES
+        memory = allocate(nbytes, device, process_group, exchange)
+        memory.local.zero_()
+        _settle(device)
+        made.append(memory)
+
+    def make_core() -> None:
+        core = _cuda.CudaCommunicator(
+            rank,
+            memory.pointers,
+            blocks=blocks,
+            slot_bytes=policy.GPU_SLOT_BYTES,
+            stage_bytes=policy.GPU_STAGE_BYTES,
+            inbox_bytes=policy.GPU_INBOX_BYTES,
+            timeout=timeout,
+            first_epoch=first_epoch,
+        )
+        made.append(core)
+        made.append(CudaTransport(core, memory, staging, topology, blocks, exchange, process_group))
+
+    def refuse(reason: str) -> None:
+        if reason:
+            raise RuntimeError(reason)
+
+    together(make_memory)
+    memory: SymmetricMemory = made[0]
+    found = probe(memory, rank, lambda: exchange(None), staging)
+    together(lambda: refuse(found))
     topology = policy.topology_of(
-        pair_bandwidth=pair,
+        pair_bandwidth=min(together(lambda: pair_bandwidth(memory, rank, staging))),
         world_size=len(ranks),
         multicast=memory.multicast != 0,
         hosts=len({each.host for each in ranks}),
         limits=ranks[0].limits,
     )
-
-    core: Any = None
     try:
-        with torch.cuda.device(device):
-            core = _cuda.CudaCommunicator(
-                rank,
-                memory.pointers,
-                blocks=blocks,
-                slot_bytes=policy.GPU_SLOT_BYTES,
-                stage_bytes=policy.GPU_STAGE_BYTES,
-                inbox_bytes=policy.GPU_INBOX_BYTES,
-                timeout=timeout,
-                first_epoch=first_epoch,
-            )
-    except Exception as error:
-        reason = f"rank {rank}: {error}"
-    if reason := _first(group.all_gather_object(reason)):
-        return None, reason
-    transport = CudaTransport(
-        core, memory, staging, topology, blocks, group.all_gather_object, process_group
-    )
-    watched = {
-        p: each.process
-        for p, each in enumerate(ranks)
-        if p != rank and each.host == here.host and each.processes == here.processes
-    }
-    others = [p for p in range(len(ranks)) if p != rank and p not in watched]
-    store = _store_of(process_group) if others else None
-    watch = PeerWatch(core, rank, watched, others, store)
-    watch.start()
-    weakref.finalize(transport, _end, core, watch, memory)
-    return transport, ""
+        together(make_core)
+        core, transport = made[1], made[2]
+        if topology.multicast and not all(together(lambda: adds_up(transport, rank))):
+            transport.topology = replace(topology, multicast=False)
+        together(core.check)
+        here = ranks[rank]
+        seen = {
+            p: each.process
+            for p, each in enumerate(ranks)
+            if p != rank and (each.host, each.processes) == (here.host, here.processes)
+        }
+        others = [p for p in range(len(ranks)) if p != rank and p not in seen]
+        together(lambda: core.watch(seen))
+        heartbeat = Heartbeat(core, rank, others, _store_of(process_group)) if others else None
+    except BaseException:
+        # The core first: until it is closed, it looks into the memory.
+        if len(made) > 1:
+            made[1].close(drain=False)
+        raise
+    if heartbeat is not None:
+        heartbeat.start()
+    weakref.finalize(transport, _end, core, heartbeat, memory, device, os.getpid())
+    return transport  # type: ignore[no-any-return]
 
 
-def _end(core: _cuda.CudaCommunicator, watch: PeerWatch, memory: SymmetricMemory) -> None:
-    """The core first: until it is closed, it looks into the memory."""
-    watch.stop()
-    core.close(drain=False)
+def _end(
+    core: _cuda.CudaCommunicator,
+    heartbeat: Heartbeat | None,
+    memory: SymmetricMemory,
+    device: torch.device,
+    process: int,
+) -> None:
+    """What has been launched ends first: its tensors are somebody's."""
+    if os.getpid() != process:
+        return  # a forked child has neither the threads nor the device
+    if heartbeat is not None:
+        heartbeat.stop()
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+        core.close(drain=True)
     del memory
 
 
@@ -485,35 +600,42 @@ def probe(memory: SymmetricMemory, rank: int, meet: Callable[[], object], begin:
     world_size = len(memory.pointers)
     size = 4096
     device = memory.local.device
+    own = memory.local[begin : begin + (1 + world_size) * size]
+    wrong: list[str] = []
 
     def pattern(writer: int, reader: int) -> Tensor:
         numbers = torch.arange(size, device=device) * 31 + writer * 7 + reader * 101 + 1
         return (numbers % 251).to(torch.uint8)
 
-    wrong = ""
-    own = memory.local[begin : begin + (1 + world_size) * size]
-    own[:size] = pattern(rank, rank)
-    _settle(device)
-    meet()
-    for peer in range(world_size):
-        seen = memory.peer(peer, begin, size) + 0  # by loads of a kernel, not by a copy engine
-        if not torch.equal(seen, pattern(peer, peer)):
-            wrong = wrong or f"rank {rank} reads wrong values from rank {peer}'s memory"
-        place = memory.peer(peer, begin + (1 + rank) * size, size)
-        torch.add(pattern(rank, peer), 0, out=place)
-    _settle(device)
-    meet()
-    for peer in range(world_size):
-        seen = own[(1 + peer) * size :][:size]
-        if not torch.equal(seen, pattern(peer, rank)):
-            wrong = wrong or f"what rank {peer} writes into rank {rank}'s memory does not arrive"
-    meet()
-    own.zero_()
-    _settle(device)
-    meet()
-    if wrong:
-        wrong += ": peer access between these GPUs is broken (an IOMMU, or virtualisation?)"
-    return wrong
+    def write_own() -> None:
+        own[:size] = pattern(rank, rank)
+
+    def visit_peers() -> None:
+        for peer in range(world_size):
+            seen = memory.peer(peer, begin, size) + 0  # by loads of a kernel, not a copy engine's
+            if not torch.equal(seen, pattern(peer, peer)):
+                wrong.append(f"rank {rank} reads wrong values from rank {peer}'s memory")
+            place = memory.peer(peer, begin + (1 + rank) * size, size)
+            torch.add(pattern(rank, peer), 0, out=place)
+
+    def look() -> None:
+        for peer in range(world_size):
+            if not torch.equal(own[(1 + peer) * size :][:size], pattern(peer, rank)):
+                wrong.append(f"what rank {peer} writes into rank {rank}'s memory does not arrive")
+
+    def clear() -> None:
+        own.zero_()
+
+    for step in (write_own, visit_peers, look, clear):
+        try:
+            step()
+            _settle(device)
+        except RuntimeError as error:
+            wrong.append(f"rank {rank}: {error}")
+        meet()
+    if not wrong:
+        return ""
+    return f"{wrong[0]}: peer access between these GPUs is broken (an IOMMU, or virtualisation?)"
 
 
 def pair_bandwidth(memory: SymmetricMemory, rank: int, begin: int) -> float:
@@ -531,93 +653,70 @@ def pair_bandwidth(memory: SymmetricMemory, rank: int, begin: int) -> float:
     return float(_PROBE_BYTES / min(seconds))
 
 
-class PeerWatch(threading.Thread):
-    """Tells the kernels which peers' processes have ended, so that nobody waits for them.
+def adds_up(transport: CudaTransport, rank: int) -> bool:
+    """Whether the switch does what its multicast address promises. Collective."""
+    tensor = torch.full((4096,), 1.0 + rank, device=transport.device)
+    transport.all_reduce(tensor, "sum", "multimem", 1.0, 0)
+    expected = transport.world_size * (transport.world_size + 1) / 2
+    return bool(tensor.eq(expected).all().item())
+
+
+class Heartbeat(threading.Thread):
+    """Tells the kernels which peers on other hosts have fallen silent: nobody waits for them.
+    (Processes on this host are watched by the core.)
 
     Args:
         core: has ``lose(rank)``.
-        processes: rank -> process id, of peers whose process this one can see.
-        others: further ranks, which are heard of through ``store`` only.
+        others: the ranks to listen to.
+        store: has ``set``, ``check``, ``get``; a client of its own, for one that waits in another
+            thread would keep this one from speaking.
+        period, silence: seconds.
     """
 
     def __init__(
         self,
         core: Any,
         rank: int,
-        processes: dict[int, int],
         others: list[int],
-        store: Any | None,
+        store: Any,
         *,
-        heartbeat: float = _HEARTBEAT_SECONDS,
+        period: float = _HEARTBEAT_SECONDS,
         silence: float = _SILENCE_SECONDS,
     ) -> None:
-        super().__init__(name="fastreduce-peers", daemon=True)
+        super().__init__(name="fastreduce-heartbeat", daemon=True)
         self._core = core
         self._rank = rank
         self._others = {p: ("", time.monotonic()) for p in others}
         self._store = store
-        self._heartbeat = heartbeat
+        self._period = period
         self._silence = silence
         self._beats = 0
-        self._poll = select.poll()
-        self._wake, self._waker = os.pipe()
-        self._poll.register(self._wake, select.POLLIN)
-        self._fds: dict[int, int] = {}
-        for p, process in processes.items():
-            try:
-                fd = os.pidfd_open(process)
-            except ProcessLookupError:
-                core.lose(p)
-                continue
-            self._fds[fd] = p
-            self._poll.register(fd, select.POLLIN)
-        self._beat()
+        self._stopped = threading.Event()
 
     def stop(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._waker)
+        self._stopped.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join()
 
     def run(self) -> None:
-        try:
-            while self._look():
-                pass
-        finally:
-            for fd in [*self._fds, self._wake]:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-
-    def _look(self) -> bool:
-        """False: there is nothing more to watch, or stop() was called."""
-        limit = self._heartbeat * 1e3 if self._others else None
-        for fd, _ in self._poll.poll(limit):
-            if fd == self._wake:
-                return False
-            self._poll.unregister(fd)
-            os.close(fd)
-            self._core.lose(self._fds.pop(fd))
-        self._beat()
-        return True
+        # Without the store, the waits' own timeout is left.
+        with contextlib.suppress(Exception):
+            while self._others and not self._stopped.is_set():
+                self._beat()
+                self._stopped.wait(self._period)
 
     def _beat(self) -> None:
-        if not self._others or self._store is None:
-            return
-        now = time.monotonic()
-        try:
-            self._beats += 1
-            self._store.set(f"fastreduce-beat-{self._rank}", str(self._beats))
-            for p, (beat, since) in list(self._others.items()):
-                key = f"fastreduce-beat-{p}"
-                heard = str(self._store.get(key)) if self._store.check([key]) else ""
-                if heard != beat:
-                    self._others[p] = (heard, now)
-                elif now - since > self._silence:
-                    self._core.lose(p)
-                    del self._others[p]
-        except Exception:
-            # The store has gone, and with it what could be heard: the waits' own timeout is left.
-            self._others.clear()
+        self._beats += 1
+        self._store.set(f"fastreduce-beat-{self._rank}", str(self._beats))
+        for p, (beat, since) in list(self._others.items()):
+            key = f"fastreduce-beat-{p}"
+            heard = str(self._store.get(key)) if self._store.check([key]) else ""
+            now = time.monotonic()
+            if heard != beat:
+                self._others[p] = (heard, now)
+            elif now - since > self._silence:
+                self._core.lose(p)
+                del self._others[p]
 
 
 def _first(reasons: list[str]) -> str:
@@ -629,13 +728,11 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
 def _store_of(process_group: ProcessGroup) -> Any:
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d._get_default_store()
+    clone = getattr(store, "clone", None)
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        store = clone() if clone is not None else store
     return distributed_c10d.PrefixStore(f"fastreduce/{process_group.group_name}", store)

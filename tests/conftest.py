@@ -32,11 +32,12 @@ CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "fastreduce", "con
 
 TIMEOUT = 90.0
 
-_NO_GPU = cuda.problem() or ("" if torch.cuda.is_available() else "this torch has no CUDA")
 
-
-# For ``pytestmark`` of a file.
-NEEDS_GPU = [pytest.mark.cuda, pytest.mark.skipif(bool(_NO_GPU), reason=f"no GPU: {_NO_GPU}")]
+def needs_gpu() -> list[pytest.MarkDecorator]:
+    """For ``pytestmark`` of a file. Not decided before: to ask for GPUs is to use the driver, which
+    the server of forked ranks must not."""
+    reason = cuda.problem() or ("" if torch.cuda.is_available() else "this torch has no CUDA")
+    return [pytest.mark.cuda, pytest.mark.skipif(bool(reason), reason=f"no GPU: {reason}")]
 
 
 def join_group(rank: int, world_size: int, folder: str) -> None:

@@ -68,10 +68,15 @@ def test_work_runs_on_the_stream_that_an_array_names(monkeypatch, handle):
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "legacy")
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda at: f"stream {at}")
-    monkeypatch.setattr(torch, "as_tensor", lambda array, device: (array, device))
+    tensor = torch.zeros(4)
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: tensor)
     array = Interface(handle)
-    with arrays.borrowed(array) as tensor:
-        assert tensor == (array, "cuda")
+    with pytest.raises(ValueError, match="in place"), arrays.borrowed(array):
+        pass  # what torch would make of it is a copy
+    entered.clear()
+    array.__cuda_array_interface__["data"] = (tensor.data_ptr(), False)
+    with arrays.borrowed(array) as borrowed:
+        assert borrowed is tensor
     assert entered == {None: [], 1: ["legacy"]}.get(handle, [f"stream {handle}"])
 
 

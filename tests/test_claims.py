@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def program(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("claims") / "claims"
     compiler = os.environ.get("CXX", "c++")
-    flags = ["-std=c++17", "-O2", "-pthread", "-Wall", "-Wextra", "-I", ROOT / "csrc"]
+    flags = ["-std=c++17", "-O2", "-pthread", "-Wall", "-Wextra", "-iquote", ROOT / "csrc"]
     subprocess.run([compiler, *flags, ROOT / "tests/cpp/claims.cpp", "-o", out], check=True)
     return out
 

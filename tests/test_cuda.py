@@ -4,8 +4,6 @@ memory is written out below. (With one: tests/gpu.)"""
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -107,6 +105,21 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.waited.append(other)
 
+    def wait_event(self, event: Event) -> None:
+        assert event.stream is not None
+        self.waited.append(event.stream)
+
+
+class Event:
+    """Remembers where it was recorded."""
+
+    def __init__(self) -> None:
+        self.stream: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        assert not stream.capturing
+        self.stream = stream
+
 
 class Streams:
     """torch.cuda's notion of a current stream."""
@@ -116,10 +129,12 @@ class Streams:
         self.current = self.main
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda: self.current.capturing
         )
         monkeypatch.setattr(torch.cuda, "Stream", lambda *a, **k: Stream(11))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
 
     @contextlib.contextmanager
     def on(self, stream: Stream):
@@ -214,7 +229,7 @@ class Rank:
         def exchange(value):
             return [value] * world_size
 
-        def allocate(nbytes, device, group):
+        def allocate(nbytes, device, group, exchange):
             self.core.memory.append(torch.full((nbytes,), 7, dtype=torch.uint8))
             local = self.core.memory[-1]
             return cuda.SymmetricMemory(local, [local.data_ptr()] * world_size, 0, None)
@@ -331,6 +346,7 @@ def test_calls_of_two_streams_run_one_after_the_other(monkeypatch):
     for stream in (a, a, b, a):
         with streams.on(stream):
             order.enter(stream)
+            order.leave(stream)
     assert b.waited == [a] and a.waited == [b]
 
 
@@ -341,12 +357,19 @@ def test_a_captured_call_waits_only_for_what_is_captured_with_it(monkeypatch):
     for stream in (eager, first, second):
         with streams.on(stream):
             order.enter(stream)
+            order.leave(stream)
     assert first.waited == [] and second.waited == [first]
     first.capturing = second.capturing = False
     third = Stream(4, capturing=True)  # of another graph
     with streams.on(third):
         order.enter(third)
+        order.leave(third)
     assert third.waited == []
+    # After the capture, an eager call has nothing to wait for but what the caller says.
+    third.capturing = False
+    with streams.on(eager):
+        order.enter(eager)
+    assert eager.waited == []
 
 
 def test_the_first_call_cannot_be_captured(monkeypatch):
@@ -425,34 +448,12 @@ def wait_until(holds) -> None:
         time.sleep(0.01)
 
 
-def test_a_peer_whose_process_ends_is_reported():
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    peers = {p: subprocess.Popen(sleeper) for p in (1, 2)}
-    core = Losses()
-    try:
-        watch = cuda.PeerWatch(core, 0, {p: each.pid for p, each in peers.items()}, [], None)
-        watch.start()
-        peers[2].kill()
-        wait_until(lambda: core.lost == [2])
-        watch.stop()
-        assert not watch.is_alive() and core.lost == [2]
-    finally:
-        for each in peers.values():
-            each.kill()
-            each.wait()
-    # One that was gone before it could be watched:
-    gone = cuda.PeerWatch(core, 0, {1: peers[1].pid}, [], None)
-    gone.start()
-    gone.stop()
-    assert core.lost == [2, 1]
-
-
 def test_a_peer_on_another_host_that_falls_silent_is_reported():
     store = dist.HashStore()
     cores = [Losses(), Losses(), Losses()]
     watches = [
-        cuda.PeerWatch(
-            core, rank, {}, [p for p in range(3) if p != rank], store, heartbeat=0.02, silence=0.5
+        cuda.Heartbeat(
+            core, rank, [p for p in range(3) if p != rank], store, period=0.02, silence=0.5
         )
         for rank, core in enumerate(cores)
     ]
@@ -466,13 +467,31 @@ def test_a_peer_on_another_host_that_falls_silent_is_reported():
     watches[2].stop()
 
 
+def test_memory_that_one_rank_does_not_have_is_refused_by_all(monkeypatch):
+    from torch.distributed import _symmetric_memory as symmetric
+
+    met = []
+
+    def exchange(reason):
+        met.append(reason)
+        return ["", reason, "on rank 2, out of memory"]
+
+    def rendezvous(*_):
+        raise AssertionError("nobody meets")
+
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    with pytest.raises(RuntimeError, match=r"symmetric memory|rank 2"):
+        cuda.allocate(64, torch.device("cuda", 0), None, exchange)
+    assert len(met) == 1
+
+
 def test_a_store_that_is_gone_ends_the_watch():
     class Gone:
         def set(self, *_):
             raise RuntimeError("connection reset")
 
     core = Losses()
-    watch = cuda.PeerWatch(core, 0, {}, [1], Gone(), heartbeat=0.02, silence=0.1)
+    watch = cuda.Heartbeat(core, 0, [1], Gone(), period=0.02, silence=0.1)
     watch.start()
     time.sleep(0.3)
     watch.stop()

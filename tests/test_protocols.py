@@ -45,7 +45,7 @@ SANITIZERS = {
     "thread": "-fsanitize=thread",
     "address": "-fsanitize=address,undefined -fno-sanitize-recover=all",
 }
-CHECKED = "-std=c++17 -O1 -g -pthread -ffp-contract=off -DFR_BASELINE_ONLY -Icsrc"
+CHECKED = "-std=c++17 -O1 -g -pthread -ffp-contract=off -DFR_BASELINE_ONLY -iquote csrc"
 
 # Case -> what is broken, and has to be noticed. Only ThreadSanitizer sees a missing order.
 SABOTAGES = {
@@ -166,11 +166,11 @@ LAUNCHES = [
     ROOT / "csrc" / "shared_memory.cpp",
 ]
 # What a communicator of GPUs launches, with kernels that run on threads.
-LAUNCH_CASES = ["all_reduce", "others", "mismatch", "never_launched", "lost", "not_missed"]
-LAUNCH_CASES += ["closing", "arguments"]
+LAUNCH_CASES = ["all_reduce", "others", "mismatch", "never_launched", "lost", "killed"]
+LAUNCH_CASES += ["not_missed", "closing", "arguments"]
 UNITS = [TESTS / "units.cpp"]
 UNIT_FLAGS = {"checked": f"{CHECKED} {SANITIZERS['address']}"} | {
-    name: f"{FLAGS} {flags} -Icsrc" for name, flags in INSTRUCTION_SETS.items()
+    name: f"{FLAGS} {flags} -iquote csrc" for name, flags in INSTRUCTION_SETS.items()
 }
 
 

@@ -5,9 +5,11 @@
 //   launches CASE
 //
 // Exit status: 0, 1 after a difference, else the sanitizer's.
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -137,11 +139,15 @@ class ThreadDriver final : public Driver {
     else
       std::memcpy(to, from, bytes);
   }
-  void synchronise() override { join(); }
+  void synchronise() override {
+    join();
+    end_ = Clock::now();
+  }
   void convert(const Moves&, Address) override {}
 
   void launch(const Launch& launch, int blocks, Address) override {
     grids.push_back(blocks);
+    if (grids.size() == 1) begin_ = Clock::now();
     std::thread before = std::move(last_);
     last_ = std::thread([launch, blocks, before = std::move(before)]() mutable {
       if (before.joinable()) before.join();
@@ -160,11 +166,15 @@ class ThreadDriver final : public Driver {
   void join() {
     if (last_.joinable()) last_.join();
   }
+  // From the first launch to the end of the last.
+  double seconds() const { return std::chrono::duration<double>(end_ - begin_).count(); }
 
   std::vector<int> grids;
 
  private:
   std::thread last_;
+  Clock::time_point begin_;
+  Clock::time_point end_;
 };
 
 constexpr int kBlocks = 3;
@@ -434,20 +444,55 @@ void lost() {
   }
 }
 
-// A peer that is lost after its part was done is not missed.
-void not_missed() {
-  Group group(2);
-  for (const int r : {0, 1}) {
-    *group.segment<float>(r) = 1;
-    group.ranks[r]->run(all_reduce_of(1, Algorithm::two_shot), group.segment<float>(r),
-                        group.segment<float>(r), 1, 0);
-    group.ranks[r]->lose(1 - r);
+// The same, of a process that is watched: it is killed while a call waits for its rank.
+void killed() {
+  const pid_t process = ::fork();
+  if (process == 0) {
+    for (;;) ::pause();
   }
-  for (auto& driver : group.drivers) driver->join();
-  // Either both were in time or somebody had to wait for longer than a look.
-  if (failure_of(*group.ranks[0]).failure == Failure::none &&
-      failure_of(*group.ranks[1]).failure == Failure::none)
-    expect(*group.segment<float>(0) == 2 && *group.segment<float>(1) == 2, "the sum is there");
+  {
+    Group group(2, 0, std::chrono::seconds(60));
+    group.ranks[0]->watch({{1, process}});
+    expect(refused([&] { group.ranks[0]->watch({{1, process}}); }), "peers are watched once");
+    group.ranks[0]->run(all_reduce_of(64, Algorithm::low_latency), group.segment<float>(0),
+                        group.segment<float>(0), 1, 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    expect(failure_of(*group.ranks[0]).failure == Failure::none, "nobody is lost yet");
+    // Closing waits for the call, and hears of the end meanwhile.
+    std::thread closing([&] { group.ranks[0]->close(true); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    ::kill(process, SIGKILL);
+    closing.join();
+    ::waitpid(process, nullptr, 0);
+    expect(group.drivers[0]->seconds() < 10, "a killed peer ends the wait");
+  }
+  Group late(2, 0, std::chrono::seconds(60));
+  late.ranks[0]->watch({{1, process}});  // which has ended
+  late.ranks[0]->run(all_reduce_of(64, Algorithm::one_shot), late.segment<float>(0),
+                     late.segment<float>(0), 1, 0);
+  late.drivers[0]->join();
+  const FailureRecord record = failure_of(*late.ranks[0]);
+  expect(record.failure == Failure::lost && record.peer == 1, "one that was gone before is lost");
+}
+
+// A peer that left after its part was done is not missed: a look that finds it gone is followed by
+// one more poll.
+void not_missed() {
+  for (int round = 0; round < 40; ++round) {
+    Group group(2);
+    for (const int r : {0, 1}) {
+      *group.segment<float>(r) = 1;
+      group.ranks[r]->run(all_reduce_of(1, Algorithm::two_shot), group.segment<float>(r),
+                          group.segment<float>(r), 1, 0);
+    }
+    group.drivers[1]->join();
+    const bool complete = failure_of(*group.ranks[1]).failure == Failure::none;
+    group.ranks[1]->close(true);
+    group.drivers[0]->join();
+    expect(complete && failure_of(*group.ranks[0]).failure == Failure::none,
+           "a peer that has done its part may go");
+    expect(*group.segment<float>(0) == 2, "the sum is there");
+  }
 }
 
 void closing() {
@@ -503,14 +548,9 @@ constexpr struct {
   const char* name;
   void (*run)();
 } kCases[] = {
-    {"all_reduce", all_reduce},
-    {"others", others},
-    {"mismatch", mismatch},
-    {"never_launched", never_launched},
-    {"lost", lost},
-    {"not_missed", not_missed},
-    {"closing", closing},
-    {"arguments", arguments},
+    {"all_reduce", all_reduce},         {"others", others},   {"mismatch", mismatch},
+    {"never_launched", never_launched}, {"lost", lost},       {"killed", killed},
+    {"not_missed", not_missed},         {"closing", closing}, {"arguments", arguments},
 };
 
 int main(int count, char** arguments) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks and timings that need one GPU, in well under 10 minutes and without a network: builds the
 # extension for that GPU, runs the tests marked cuda, the sanitizers, and the benchmarks. Needs a CUDA
-# build of torch, nvcc, pytest, pybind11, ninja, setuptools. What it prints and writes goes to $OUT, or
+# build of torch, numpy, nvcc, pytest, pybind11, ninja, setuptools. What it prints and writes goes to $OUT, or
 # to build/gpu.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -16,11 +16,11 @@ nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format
 export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1
 
 status=0
-"$python" -m pytest -q -m cuda tests/gpu -p no:cacheprovider 2>&1 | tee "$out/tests.txt" || status=$?
+"$python" -m pytest -q -m cuda tests/gpu -o addopts= -p no:cacheprovider 2>&1 | tee "$out/tests.txt" || status=$?
 if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck; do
-        timeout 150 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-            "$python" -m pytest -q -x tests/gpu/test_in_process.py -p no:cacheprovider \
+        timeout 150 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
+            "$python" -m pytest -q -x tests/gpu/test_in_process.py -o addopts= -p no:cacheprovider \
             -k 'test_unaligned and 2 or test_reduce_scatter and 2' 2>&1 |
             tail -15 | tee "$out/$tool.txt" || status=$?
     done

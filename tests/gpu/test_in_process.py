@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
-from conftest import NEEDS_GPU, make_inputs, same_bits
+from conftest import make_inputs, needs_gpu, same_bits
 
 import fastreduce
 from fastreduce import reference
 
-pytestmark = NEEDS_GPU
+pytestmark = needs_gpu()
 
 pytest.importorskip("fastreduce._cuda", reason="built without nvcc")
 from benchmarks.in_process import DTYPES, Group  # noqa: E402

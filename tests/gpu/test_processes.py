@@ -12,13 +12,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import NEEDS_GPU, Lines, Ranks, make_inputs, same_bits
+from conftest import Lines, Ranks, make_inputs, needs_gpu, same_bits
 from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
 from fastreduce import reference
 
-pytestmark = NEEDS_GPU
+pytestmark = needs_gpu()
 
 os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
