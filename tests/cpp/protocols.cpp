@@ -65,8 +65,9 @@ constexpr struct {
     {8, 2, 1, true},  {8, 1, 2, false}, {2, 6, 2, false}, {5, 3, 2, false},
 };
 
-// Every shape runs float sums and two of the others, in turns. They stand for all in what a protocol
-// knows of a type: sizes of elements and of partial sums. (Arithmetic itself: see units.cpp.)
+// Every shape runs float sums and two of the others, in turns. They stand for all in what a
+// protocol knows of a type: sizes of elements and of partial sums. (Arithmetic itself: see
+// units.cpp.)
 std::unique_ptr<Exercise> reduction(int turn, const Shape& shape, const std::vector<Form>& forms,
                                     int calls, std::uint64_t seed, bool misaligned) {
   const auto make = [&](auto element, auto op) -> std::unique_ptr<Exercise> {
