@@ -47,8 +47,6 @@ class Bench:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.communicator = fastreduce.Communicator(timeout=60)
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        probe = torch.ones(4, device=device)
-        self.communicator.all_reduce(probe)
         gpu = self.communicator._gpu_on(device) if device.type == "cuda" else None
         self.topology = gpu.topology if gpu is not None else None
 
@@ -234,7 +232,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = (
-        torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+        torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        if kind == "cuda"
+        else torch.device("cpu")
     )
     if kind == "cuda":
         torch.cuda.set_device(device)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Array(Protocol):
@@ -49,6 +52,28 @@ def borrowed(array: Any) -> Iterator[Tensor]:
     if getattr(flags, "writeable", True) is False:
         raise ValueError("array: expected a writable one")
     yield _tensor(array)
+
+
+def accepted(count: int) -> Callable[[Method], Method]:
+    """For a method whose first ``count`` arguments are tensors: arrays are taken too, see
+    :func:`borrowed`."""
+
+    def wrap(method: Method) -> Method:
+        @functools.wraps(method)
+        def taking(self: Any, *arguments: Any, **named: Any) -> Any:
+            given = arguments[:count]
+            if all(isinstance(each, Tensor) for each in given):
+                return method(self, *arguments, **named)
+            with contextlib.ExitStack() as stack:
+                tensors = [
+                    each if isinstance(each, Tensor) else stack.enter_context(borrowed(each))
+                    for each in given
+                ]
+                return method(self, *tensors, *arguments[count:], **named)
+
+        return cast("Method", taking)
+
+    return wrap
 
 
 def _tensor(array: Any) -> Tensor:

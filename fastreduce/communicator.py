@@ -374,10 +374,11 @@ class Communicator:
             del self._futures[number]
             raise
 
+    @arrays.accepted(2)
     def reduce_scatter(
         self,
-        output: Tensor,
-        input: Tensor,
+        output: Tensor | arrays.Array,
+        input: Tensor | arrays.Array,
         op: Op = "mean",
         async_op: bool = False,
         *,
@@ -391,6 +392,7 @@ class Communicator:
             input: contiguous, ``world_size`` equal parts in rank order.
             op, async_op, scale: as for :meth:`all_reduce`.
         """
+        assert isinstance(input, Tensor) and isinstance(output, Tensor)
         _check_pair("input", input, "output", output, self.world_size)
         _number("dtype", _DTYPES, output.dtype)
         _number("op", _OPS, op)
@@ -411,7 +413,10 @@ class Communicator:
             return self._group.reduce_scatter(output, input, op, async_op, scale)
         return self._call(_REDUCE_SCATTER, input, output, output, async_op, op=op, scale=scale)
 
-    def all_gather(self, output: Tensor, input: Tensor, async_op: bool = False) -> Work | None:
+    @arrays.accepted(2)
+    def all_gather(
+        self, output: Tensor | arrays.Array, input: Tensor | arrays.Array, async_op: bool = False
+    ) -> Work | None:
         """``output`` becomes all ranks' ``input``, in rank order.
 
         Args:
@@ -419,6 +424,7 @@ class Communicator:
             input: contiguous; may be the rank's own part of ``output``, otherwise they must not
                 overlap.
         """
+        assert isinstance(input, Tensor) and isinstance(output, Tensor)
         _check_pair("output", output, "input", input, self.world_size)
         self._check_overlap(whole=output, part=input)
         gpu = self._gpu(input)
@@ -431,12 +437,16 @@ class Communicator:
             return self._group.all_gather(output, input, async_op)
         return self._call(_ALL_GATHER, input, output, input, async_op)
 
-    def broadcast(self, tensor: Tensor, root: int = 0, async_op: bool = False) -> Work | None:
+    @arrays.accepted(1)
+    def broadcast(
+        self, tensor: Tensor | arrays.Array, root: int = 0, async_op: bool = False
+    ) -> Work | None:
         """``tensor`` becomes what it is on rank ``root`` (a rank of the group).
 
         Args:
             tensor: contiguous, the same shape and dtype on all ranks, any dtype.
         """
+        assert isinstance(tensor, Tensor)
         if not 0 <= root < self.world_size:
             raise ValueError(f"root: expected 0 to {self.world_size - 1}, got {root}")
         _check_dense("tensor", tensor)
@@ -490,6 +500,15 @@ class Communicator:
         self._core.refuse_child()
         memory = _C.Allocation(self._core, nbytes)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+    def connect(self, device: torch.device | str | int) -> bool:
+        """Connects the ranks' GPUs now, instead of in the first call with a tensor on ``device``:
+        before a graph is captured, say. Collective.
+
+        Returns:
+            Whether calls there run in this library's kernels.
+        """
+        return self._gpu_on(torch.empty(0, device=device).device) is not None
 
     def tune(self, device: torch.device | str | int, *, sizes: Sequence[int] | None = None) -> None:
         """Measures which algorithm is the fastest for which size between these GPUs, and uses and

@@ -235,7 +235,7 @@ class CudaTransport:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in tensors:
             # Symmetric memory is not the caching allocator's, and not given back while calls run.
-            if self._core.find(tensor.data_ptr(), tensor.nbytes, False) < 0:
+            if not self._finds(tensor, False):
                 tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             yield stream
@@ -322,8 +322,7 @@ class CudaTransport:
         count = torch.Size(shape).numel()
         freed = [n for n, storage in self._segments.items() if storage.expired()]
         # A segment's number is free for the next once its tensor is gone on every rank.
-        everywhere = set.intersection(*(set(each) for each in self._exchange(freed)))
-        for number in everywhere:
+        for number in set.intersection(*(set(each) for each in self._exchange(freed))):
             self._core.remove_segment(number)
             del self._segments[number]
         number = next(n for n in range(1, 1 << 30) if n not in self._segments)
@@ -335,8 +334,7 @@ class CudaTransport:
 
     @_on_device
     def close(self, *, drain: bool) -> None:
-        with torch.cuda.device(self.device):
-            self._core.close(drain)
+        self._core.close(drain)
 
     # -- launches -----------------------------------------------------------------------------
 
@@ -387,9 +385,7 @@ class CudaTransport:
         if not stage:
             yield tensor.contiguous()
             return
-        at = self._core.find(tensor.data_ptr(), tensor.nbytes, multicast)
-        living = at == _STAGING or (at in self._segments and not self._segments[at].expired())
-        if living and tensor.is_contiguous():
+        if tensor.is_contiguous() and self._finds(tensor, multicast):
             yield tensor
             return
         copy = self._staging[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -401,6 +397,14 @@ class CudaTransport:
         if write_back:
             tensor.copy_(copy)
             self._order.leave(stream)
+
+    def _finds(self, tensor: Tensor, multicast: bool) -> bool:
+        """Whether peers reach it. Other memory can have come to where a tensor was that is gone."""
+        while True:
+            at = self._core.find(tensor.data_ptr(), tensor.nbytes, multicast)
+            if at < 0 or at == _STAGING or not self._segments[at].expired():
+                return at >= 0
+            self._core.remove_segment(at)  # its number stays taken until it is gone on all ranks
 
 
 def _bytes(tensor: Tensor) -> Tensor:

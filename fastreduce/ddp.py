@@ -110,6 +110,10 @@ def attach(
         raise TypeError(f"ddp: expected a DistributedDataParallel model, got {type(ddp).__name__}")
     state = HookState(ddp, timeout=timeout, **kwargs)
     try:
+        # Else the first bucket would do that, in the middle of backward.
+        devices = {p.device for p in ddp.parameters() if p.is_cuda and p.requires_grad}
+        for device in sorted(devices, key=str):
+            state.communicator.connect(device)
         ddp.register_comm_hook(state, all_reduce_hook)
     except BaseException:
         state.close()

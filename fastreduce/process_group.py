@@ -43,6 +43,14 @@ def _wide(tensor: Tensor, op: str) -> torch.dtype:
 
 def _staged(tensor: Tensor, op: str, scale: float, *, in_place: bool) -> Tensor:
     """What the backend is given for ``tensor``: itself, or a wider or scaled copy."""
+    if scale != 1.0 and tensor.is_cuda:
+        from fastreduce import cuda
+
+        if not cuda.problem():
+            flat = tensor.detach()
+            scaled = flat if in_place else torch.empty_like(flat)
+            cuda.convert([flat], [scaled], scale, tensor.device)
+            return scaled
     with torch.no_grad():
         given = tensor.detach().to(_wide(tensor, op))
         if scale == 1.0:

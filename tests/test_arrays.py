@@ -23,6 +23,14 @@ def reduce_numpy(state: dict) -> tuple[np.ndarray, np.ndarray, list[str]]:
         strided = np.zeros((4, 6), dtype=np.float64)
         strided[:, ::2] = communicator.rank + 1
         communicator.all_reduce(strided[:, ::2], "sum")
+        gathered = np.zeros(2 * world_size)
+        communicator.all_gather(gathered, np.full(2, communicator.rank + 1.0))
+        part = torch.zeros(2, dtype=torch.float64)
+        communicator.reduce_scatter(part, gathered, "sum")
+        sent = np.array([communicator.rank, 7])
+        communicator.broadcast(sent, root=1)
+        assert (gathered == [1, 1, 2, 2]).all() and sent.tolist() == [1, 7]
+        assert part.tolist() == [2.0 * (communicator.rank + 1)] * 2
         errors = []
         frozen = np.zeros(3)
         frozen.flags.writeable = False

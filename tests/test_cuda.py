@@ -171,7 +171,7 @@ class Core:
         self.segments[number] = (bases[0], nbytes, everywhere)
 
     def remove_segment(self, number):
-        del self.segments[number]
+        self.segments.pop(number, None)
 
     def find(self, memory, nbytes, everywhere):
         for number, (base, size, multicast) in self.segments.items():
@@ -293,16 +293,20 @@ def test_memory_that_is_gone_is_not_taken_for_another_at_its_place(monkeypatch):
     rank = Rank(monkeypatch)
     tensor = rank.transport.empty((64,), torch.float32)
     at = tensor.data_ptr()
-    view = torch.frombuffer(bytearray(256), dtype=torch.float32)
     assert rank.core.find(at, 256, False) == 1
     del tensor
     rank.core.memory = [each for each in rank.core.memory if each.data_ptr() != at]
-    # The next empty() hands its number on; until then, the segment counts as gone.
+    # Another tensor, of nobody's knowledge, has come to the same address.
+    other = rank.own(torch.full((64,), 2.0))
+    rank.core.segments[1] = (other.data_ptr(), 256, 0)
+    rank.transport.all_reduce(other, "sum", "two_shot", 1.0, 0)
+    assert rank.core.runs[-1][2] == rank.area.data_ptr() + 64  # staged
+    assert other.eq(4).all() and list(rank.core.segments) == [0]
+    # The next empty() hands the number on.
     assert rank.transport._segments[1].expired()
     again = rank.transport.empty((64,), torch.float32)
     assert list(rank.core.segments) == [0, 1]
     assert rank.core.segments[1][0] == again.data_ptr()
-    del view
 
 
 def test_reduce_scatter_and_gather_in_pieces(monkeypatch):

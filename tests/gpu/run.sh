@@ -27,6 +27,11 @@ if command -v compute-sanitizer >/dev/null; then
 else
     echo "no compute-sanitizer: memcheck and racecheck not run" | tee "$out/sanitizers.txt"
 fi
+# Processes that share the GPU: what a call costs, beside NCCL where it allows that.
+timeout 120 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+    -m benchmarks.all_reduce --sizes 8192 1048576 26214400 --dtypes float32 \
+    --json "$out/shared_gpu.json" --plot "$out/shared_gpu.png" 2>&1 |
+    tee "$out/shared_gpu.txt" || echo "processes that share the GPU: not measured"
 "$python" -m benchmarks.gpu_kernels --json "$out/gpu_kernels.json" 2>&1 |
     tee "$out/gpu_kernels.txt" || status=$?
 exit "$status"

@@ -23,18 +23,13 @@ pytestmark = needs_gpu()
 os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
-def connected(communicator: fastreduce.Communicator) -> bool:
-    gpu = communicator._gpu_on(torch.device("cuda", 0))
-    return gpu is not None
-
-
 def reduce_all(algorithms: list[str]) -> list[tuple[str, int, bool]] | list[str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     lines = Lines()
     torch.cuda.set_device(0)
     wrong = []
     with fastreduce.Communicator() as communicator:
-        if not connected(communicator):
+        if not communicator.connect("cuda"):
             return lines.lines
         for algorithm in algorithms:
             for count in (1, 999, 40000, 3 << 20):
