@@ -58,9 +58,14 @@ def cuda_targets(nvcc: str) -> str:
     listed = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True)
     known = {int(line.removeprefix("compute_")) for line in listed.stdout.split()}
     named = os.environ.get("FASTREDUCE_CUDA_ARCHS", "").replace(",", " ").split()
-    wanted = sorted(int(each.replace(".", "")) for each in named) or [
-        each for each in CAPABILITIES if each in known
-    ]
+    numbers = [each.replace(".", "") for each in named]
+    if wrong := [each for each in numbers if not each.isdigit() or int(each) not in known]:
+        raise SystemExit(
+            "fastreduce: FASTREDUCE_CUDA_ARCHS: expected compute capabilities such as 90 or 8.0, "
+            f"of those that {nvcc} knows ({', '.join(map(str, sorted(known)))}), got "
+            f"{' '.join(wrong)}"
+        )
+    wanted = sorted(map(int, numbers)) or [each for each in CAPABILITIES if each in known]
     flags = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in wanted]
     return " ".join([*flags, f"-gencode=arch=compute_{wanted[-1]},code=compute_{wanted[-1]}"])
 
@@ -111,7 +116,8 @@ def host_rules(target: Path, include: str) -> list[str]:
 def cuda_rules(nvcc: str, target: Path, include: str) -> list[str]:
     """nvcc compiles the C++ sources too: it knows where its headers and its runtime are."""
     host = f"-Xcompiler={','.join(FLAGS.replace('-std=c++17 -O3 ', '').split())}"
-    compiler = f"-ccbin={os.environ['CXX']}" if "CXX" in os.environ else ""
+    # A launcher in front of the compiler (ccache g++) is not for nvcc.
+    compiler = f"-ccbin={os.environ['CXX'].split()[-1]}" if os.environ.get("CXX") else ""
     rules = [
         f"nvcc = {escape(nvcc)} {compiler}",
         f"cuflags = {NVCC_FLAGS} {host} {include}",

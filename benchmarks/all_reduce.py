@@ -318,14 +318,17 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
     )
     for axis, case in zip(axes[0], cases, strict=True):
         rows = [r for r in results if (r["ranks"], r["dtype"], r["op"]) == case]
-        for name in dict.fromkeys(name for row in rows for name in row["seconds"]):
+        names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+        others = [name for name in names if name not in COLOURS]
+        for name in names:
+            colour = COLOURS.get(name) or f"C{(4 + others.index(name)) % 10}"
             style = "--" if name == BOUND else "o-"
             timed = [r for r in rows if name in r["seconds"]]
             axis.loglog(
                 [r["bytes"] for r in timed],
                 [r["seconds"][name] * 1e6 for r in timed],
                 style,
-                color=COLOURS.get(name),
+                color=colour,
                 base=10,
                 label=name,
                 markersize=3,

@@ -13,12 +13,12 @@
 //   ring             2 (N - 1) hops, each S / N, to the next neighbour only. For links that
 //                    are no full mesh. Sums in ring order, not in the tree's.
 //   low_latency      send own data in lines to all, reduce what arrives
-//                    writes 2 (N - 1) S, reads 2 (N - 1) S of its own; no flag at all, nothing to
-//                    wait for but the data. For some KiB, between processors that store 16
-//                    bytes at once.
+//                    writes 2 (N - 1) S, reads 2 (N - 1) S of its own; no flag beside the greeting,
+//                    which travels with the data. For some KiB, between processors that store
+//                    16 bytes at once.
 //   multimem         enter, the switch adds the own chunk of all buffers and stores the sum into
 //                    all, exit barrier
-//                    on a rank's link S in and S out, whatever N. The switch's order of adding.
+//                    on a rank's link S + S / N each way. The switch's order of adding.
 //
 // All but ring and multimem reduce with reduce.h's tree, so they give the same bits.
 #pragma once

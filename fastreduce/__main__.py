@@ -43,7 +43,10 @@ def _check_seed(value: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastreduce", description=fastreduce.__doc__)
     parser.add_argument(
-        "--version", action="version", version=f"fastreduce {fastreduce.__version__}"
+        "--version",
+        action="version",
+        version=f"fastreduce {fastreduce.__version__} "
+        f"({'with' if importlib.util.find_spec('fastreduce._cuda') else 'without'} CUDA kernels)",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     about = "train on handwritten digits: one process, DDP over gloo, DDP with fastreduce"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
 
@@ -20,7 +22,7 @@ class Array(Protocol):
 
 
 @contextlib.contextmanager
-def borrowed(array: Any) -> Iterator[Tensor]:
+def borrowed(array: Any, name: str = "tensor") -> Iterator[Tensor]:
     """The array as a tensor over the same memory. Work on it inside the context is ordered after
     what its library has been given so far, and before what it will be given:
 
@@ -28,59 +30,121 @@ def borrowed(array: Any) -> Iterator[Tensor]:
     - DLPack lets torch's current stream wait for the array's. The library's own further work has to
       be ordered after that stream by its user.
 
+    Args:
+        name: of the argument, for errors.
+
     Raises:
-        TypeError: neither is there.
-        ValueError: the array is read-only.
+        TypeError: neither is there, or torch has no such elements.
+        ValueError: the array is read-only, or has negative strides.
     """
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
         address, read_only = interface["data"]
         if read_only:
-            raise ValueError("array: expected a writable one")
+            raise ValueError(f"{name}: expected a writable array")
         with _stream(interface.get("stream")):
-            tensor = _tensor(array)
+            tensor = _tensor(array, name)
             if tensor.numel() != 0 and tensor.data_ptr() != address:
-                raise ValueError("array: torch cannot use its memory in place")
+                raise ValueError(f"{name}: torch cannot use this array's memory in place")
             yield tensor
         return
-    if not hasattr(array, "__dlpack__"):
+    if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         raise TypeError(
-            f"tensor: expected a torch.Tensor or an array with DLPack or __cuda_array_interface__, "
-            f"got {type(array).__name__}"
+            f"{name}: expected a torch.Tensor or an array with DLPack or "
+            f"__cuda_array_interface__, got {type(array).__name__}"
         )
-    flags = getattr(array, "flags", None)
-    if getattr(flags, "writeable", True) is False:
-        raise ValueError("array: expected a writable one")
-    yield _tensor(array)
+    if getattr(getattr(array, "flags", None), "writeable", True) is False:
+        raise ValueError(f"{name}: expected a writable array")
+    _check_export(array, name)
+    yield _tensor(array, name)
 
 
-def accepted(count: int) -> Callable[[Method], Method]:
-    """For a method whose first ``count`` arguments are tensors: arrays are taken too, see
-    :func:`borrowed`."""
+def accepted(method: Method) -> Method:
+    """For a method whose parameters named ``output``, ``input`` and ``tensor`` are tensors: arrays
+    are taken too, see :func:`borrowed`."""
+    names = list(inspect.signature(method).parameters)[1:]
+    places = {name: names.index(name) for name in ("output", "input", "tensor") if name in names}
 
-    def wrap(method: Method) -> Method:
-        @functools.wraps(method)
-        def taking(self: Any, *arguments: Any, **named: Any) -> Any:
-            given = arguments[:count]
-            if all(isinstance(each, Tensor) for each in given):
-                return method(self, *arguments, **named)
-            with contextlib.ExitStack() as stack:
-                tensors = [
-                    each if isinstance(each, Tensor) else stack.enter_context(borrowed(each))
-                    for each in given
-                ]
-                return method(self, *tensors, *arguments[count:], **named)
+    @functools.wraps(method)
+    def taking(self: Any, *arguments: Any, **named: Any) -> Any:
+        given = list(arguments)
+        with contextlib.ExitStack() as stack:
+            for name, place in places.items():
+                if place < len(given):
+                    if not isinstance(given[place], Tensor):
+                        given[place] = stack.enter_context(borrowed(given[place], name))
+                elif name in named and not isinstance(named[name], Tensor):
+                    named[name] = stack.enter_context(borrowed(named[name], name))
+            return method(self, *given, **named)
 
-        return cast("Method", taking)
-
-    return wrap
+    return cast("Method", taking)
 
 
-def _tensor(array: Any) -> Tensor:
+def _tensor(array: Any, name: str) -> Tensor:
     """DLPack says on which device an array lies; the other interface does not."""
-    if hasattr(array, "__dlpack__"):
+    if not hasattr(array, "__dlpack__"):
+        return torch.as_tensor(array, device="cuda")
+    try:
         return torch.utils.dlpack.from_dlpack(array)
-    return torch.as_tensor(array, device="cuda")
+    except (BufferError, RuntimeError) as error:
+        raise TypeError(f"{name}: torch cannot take this array: {error}") from error
+
+
+class _DLTensor(ctypes.Structure):
+    """The DLPack specification's."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint32),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+_READ_ONLY = 1
+
+
+def _check_export(array: Any, name: str) -> None:
+    """What torch does not look at: it takes a read-only array for a writable one, and ends the
+    process over negative strides."""
+    try:
+        try:
+            capsule = array.__dlpack__(max_version=(1, 0))
+        except TypeError:  # an exporter from before version 1
+            capsule = array.__dlpack__()
+    except BufferError as error:
+        raise TypeError(f"{name}: torch cannot take this array: {error}") from error
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    valid = ctypes.pythonapi.PyCapsule_IsValid
+    valid.restype, valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+    if valid(capsule, b"dltensor_versioned"):
+        at = pointer(capsule, b"dltensor_versioned")
+        managed = _DLManagedTensorVersioned.from_address(at)
+        if managed.flags & _READ_ONLY:
+            raise ValueError(f"{name}: expected a writable array")
+        exported = managed.tensor
+    elif valid(capsule, b"dltensor"):
+        exported = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    else:
+        return
+    if exported.strides and any(exported.strides[i] < 0 for i in range(exported.ndim)):
+        raise ValueError(f"{name}: expected an array without negative strides")
 
 
 def _stream(handle: int | None) -> contextlib.AbstractContextManager[Any]:

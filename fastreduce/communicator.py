@@ -316,8 +316,9 @@ class Communicator:
                 holds, such as DDP's buckets: whoever has a raw pointer into it (a DLPack
                 consumer, a call of another communicator) is left with memory that is gone.
         """
+        on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
         # A Future without devices would not make its reader's stream wait.
-        future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
+        future: Future[Tensor] = Future(devices=[tensor.device] if on_gpu else None)
         try:
             self._submit_future(future, tensor, op, scale, move)
         except Exception as error:
@@ -327,6 +328,8 @@ class Communicator:
     def _submit_future(
         self, future: Future[Tensor], tensor: Tensor, op: Op, scale: float, move: bool
     ) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
         if tensor.is_sparse:
             raise ValueError("sparse gradients, or other sparse tensors, are not supported")
         _check_dense("tensor", tensor)
@@ -374,7 +377,7 @@ class Communicator:
             del self._futures[number]
             raise
 
-    @arrays.accepted(2)
+    @arrays.accepted
     def reduce_scatter(
         self,
         output: Tensor | arrays.Array,
@@ -413,7 +416,7 @@ class Communicator:
             return self._group.reduce_scatter(output, input, op, async_op, scale)
         return self._call(_REDUCE_SCATTER, input, output, output, async_op, op=op, scale=scale)
 
-    @arrays.accepted(2)
+    @arrays.accepted
     def all_gather(
         self, output: Tensor | arrays.Array, input: Tensor | arrays.Array, async_op: bool = False
     ) -> Work | None:
@@ -437,7 +440,7 @@ class Communicator:
             return self._group.all_gather(output, input, async_op)
         return self._call(_ALL_GATHER, input, output, input, async_op)
 
-    @arrays.accepted(1)
+    @arrays.accepted
     def broadcast(
         self, tensor: Tensor | arrays.Array, root: int = 0, async_op: bool = False
     ) -> Work | None:
@@ -485,9 +488,8 @@ class Communicator:
             RuntimeError: there is not that much memory.
         """
         dtype = dtype or torch.get_default_dtype()
-        place = torch.device("cpu" if device is None else device)
-        if place.type != "cpu":
-            place = torch.empty(0, device=place).device  # with its index
+        if device is not None and torch.device(device).type != "cpu":
+            place = _cuda_device(device)
             gpu = self._gpu_on(place)
             if gpu is None:
                 return torch.empty(shape, dtype=dtype, device=place)
@@ -508,18 +510,19 @@ class Communicator:
         Returns:
             Whether calls there run in this library's kernels.
         """
-        return self._gpu_on(torch.empty(0, device=device).device) is not None
+        return self._gpu_on(_cuda_device(device)) is not None
 
     def tune(self, device: torch.device | str | int, *, sizes: Sequence[int] | None = None) -> None:
         """Measures which algorithm is the fastest for which size between these GPUs, and uses and
         remembers that: in a file of this machine's (see :mod:`fastreduce.tuning`).
 
-        Collective; takes some seconds. ``sizes``: bytes, ascending.
+        Collective; takes some seconds. ``sizes``: bytes, ascending; what was measured of other
+        sizes than the usual ones is used, but not remembered.
 
         Raises:
             RuntimeError: CUDA tensors on ``device`` go through the process group.
         """
-        place = torch.empty(0, device=device).device
+        place = _cuda_device(device)
         gpu = self._gpu_on(place)
         if gpu is None:
             raise RuntimeError(f"tune: tensors on {place} go through the process group")
@@ -541,10 +544,10 @@ class Communicator:
         }
         limits = policy.limits_of(worst)
         gpu.topology = replace(gpu.topology, limits=limits)
-        if self.rank == 0:
+        if self.rank == 0 and sizes == tuning.SIZES:
             try:
                 tuning.remember(self._machine(place), limits)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # no room, no right, no home
                 self._say(f"tune: what was measured is not remembered: {error}")
 
     # -- lifetime -----------------------------------------------------------------------------
@@ -660,6 +663,8 @@ class Communicator:
         nbytes = count * dtype.itemsize
         if name == "auto":
             name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
+        if name in _ALGORITHMS and name not in _HOST_ALGORITHMS:
+            raise ValueError(f"algorithm: {name} is for tensors on GPUs, got one on the CPU")
         algorithm = _number("algorithm", _HOST_ALGORITHMS, name)
         if algorithm == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
             raise ValueError(f"one_shot: expected at most {policy.SLOT_BYTES} bytes, got {nbytes}")
@@ -674,6 +679,8 @@ class Communicator:
         return plan
 
     def _refuse_if_deterministic(self, what: str) -> None:
+        if self.world_size == 1:
+            return  # nothing is summed
         reason = f"deterministic: {what} does not promise an order of summation"
         if self.deterministic:
             raise RuntimeError(reason)
@@ -806,6 +813,16 @@ def _notify(
                 fail(future, error, errors)
             else:
                 future.set_result(tensor)
+
+
+def _cuda_device(device: torch.device | str | int) -> torch.device:
+    """With its index. Where there is no GPU, one all the same: connecting says what is missing."""
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.type != "cuda":
+        raise ValueError(f"device: expected a CUDA device, got {place}")
+    if place.index is None:
+        place = torch.device("cuda", 0 if cuda.problem() else torch.cuda.current_device())
+    return place
 
 
 def _on_gpu(

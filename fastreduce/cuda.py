@@ -58,7 +58,10 @@ _SILENCE_SECONDS = 60.0
 def problem() -> str:
     """Why CUDA tensors cannot go through this library's kernels on this machine, or ""."""
     if _cuda is None:
-        return "fastreduce was built without CUDA: at its installation there was no nvcc"
+        return (
+            "fastreduce was built without CUDA: at its installation there was no nvcc, or "
+            "FASTREDUCE_CUDA=0"
+        )
     if reason := _cuda.problem():
         return f"CUDA does not work on this machine: {reason}"
     return ""

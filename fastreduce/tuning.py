@@ -67,8 +67,8 @@ def _file() -> Path:
     return Path(cache) / "fastreduce" / "tuned.json"
 
 
-def _known() -> dict[str, list[list[str | int | None]]]:
-    with contextlib.suppress(OSError, ValueError):
+def _known() -> dict[str, object]:
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: there is no home
         known = json.loads(_file().read_text())
         if isinstance(known, dict):
             return known
@@ -76,11 +76,15 @@ def _known() -> dict[str, list[list[str | int | None]]]:
 
 
 def recall(machine: str) -> Limits:
-    """What was measured on such a machine: GpuTopology.limits, empty where nothing was."""
-    limits = []
-    for entry in _known().get(machine, []):
+    """What was measured on such a machine: GpuTopology.limits, empty where nothing (or nothing that
+    makes sense) was."""
+    entries = _known().get(machine)
+    limits: list[tuple[str, int | None]] = []
+    for entry in entries if isinstance(entries, list) else []:
         match entry:
-            case [str(name), (int() | None) as size] if name in policy.GPU_ALGORITHMS:
+            case [str(name), (int() | None) as size] if (
+                name in policy.GPU_ALGORITHMS and not isinstance(size, bool)
+            ):
                 limits.append((name, size))
             case _:
                 return ()
@@ -94,4 +98,8 @@ def remember(machine: str, limits: Limits) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:
         json.dump(known, written, indent=1)
-    os.replace(written.name, file)
+    try:
+        os.replace(written.name, file)
+    except OSError:
+        os.unlink(written.name)
+        raise

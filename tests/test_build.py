@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -65,6 +66,22 @@ def test_without_torch(wheel, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     done = run(python, "-c", "import fastreduce", cwd=tmp_path)
     assert done.returncode == 1 and "fastreduce needs torch 2.6 or newer" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("names", ["sm_90", "native", "999"])
+def test_architectures_that_are_none_are_refused(tmp_path, names):
+    run("cp", "-r", *(ROOT / name for name in ["setup.py", "csrc", "fastreduce"]), tmp_path)
+    environment = os.environ | {"FASTREDUCE_CUDA_ARCHS": names}
+    done = run(
+        sys.executable,
+        "-c",
+        "import runpy, sys; sys.argv[1:] = ['--version']; scope = runpy.run_path('setup.py');"
+        "scope['cuda_targets']('nvcc')",
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 1 and "FASTREDUCE_CUDA_ARCHS: expected" in done.stderr
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])

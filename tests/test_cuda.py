@@ -34,6 +34,15 @@ def pass_a_cuda_tensor(state: dict) -> tuple[torch.Tensor, list[str], bool]:
     inputs = make_inputs(5, dist.get_world_size(), 100, torch.float32)
     with fastreduce.Communicator() as communicator:
         tensor = inputs[communicator.rank].as_subclass(OnGpu)
+        for device in ("cpu", "meta"):
+            with pytest.raises(ValueError, match="CUDA device"):
+                communicator.connect(device)
+        if not torch.cuda.is_available():
+            assert not communicator.connect("cuda")
+            with pytest.raises(RuntimeError, match="process group"):
+                communicator.tune(0)
+        with pytest.raises(ValueError, match="on GPUs"):
+            communicator.all_reduce(torch.ones(3), algorithm="multimem")
         for _ in range(2):
             communicator.all_reduce(tensor, "sum")
         return tensor.as_subclass(torch.Tensor), lines.lines, torch.cuda.is_available()

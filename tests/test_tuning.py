@@ -66,7 +66,15 @@ def test_a_file_that_is_no_good_is_as_none(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "fastreduce" / "tuned.json"
     file.parent.mkdir()
-    for text in ("", "[]", "{", '{"8 x H100": [["warp_drive", 1]]}', '{"8 x H100": [[1, 2]]}'):
+    for text in (
+        "",
+        "[]",
+        "{",
+        '{"8 x H100": null}',
+        '{"8 x H100": [["two_shot", true]]}',
+        '{"8 x H100": [["warp_drive", 1]]}',
+        '{"8 x H100": [[1, 2]]}',
+    ):
         file.write_text(text)
         assert tuning.recall("8 x H100") == ()
     tuning.remember("8 x H100", (("two_shot", None),))
