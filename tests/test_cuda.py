@@ -466,13 +466,13 @@ def test_a_peer_on_another_host_that_falls_silent_is_reported():
     cores = [Losses(), Losses(), Losses()]
     watches = [
         cuda.Heartbeat(
-            core, rank, [p for p in range(3) if p != rank], store, period=0.02, silence=0.5
+            core, rank, [p for p in range(3) if p != rank], store, period=0.02, silence=4.0
         )
         for rank, core in enumerate(cores)
     ]
     for watch in watches:
         watch.start()
-    time.sleep(0.7)
+    time.sleep(1.0)
     assert [core.lost for core in cores] == [[], [], []]
     watches[1].stop()
     wait_until(lambda: cores[0].lost == [1] and cores[2].lost == [1])
