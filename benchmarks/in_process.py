@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastreduce import _C, _cuda, errors, policy
+from fastreduce import _cuda, enums, policy
 
-KINDS = {name: number for number, name in enumerate(errors.KINDS)}
-DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
-OPS = {name: number for number, name in enumerate(errors.OPS)}
-ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 SEGMENT_BYTES = 64 << 20
 
 
@@ -72,8 +68,7 @@ class Group:
         root: int = 0,
         blocks: int | None = None,
     ) -> None:
-        dtype = DTYPES[source.dtype]
-        plan = _C.plan(KINDS[kind], dtype, OPS[op], ALGORITHMS[algorithm], 0)
+        plan = enums.plan(kind, source.dtype, op, algorithm, 0)
         self.cores[rank].run(
             plan,
             source.data_ptr(),

@@ -62,20 +62,21 @@ def borrowed(array: Any, name: str = "tensor") -> Iterator[Tensor]:
 def accepted(method: Method) -> Method:
     """For a method whose parameters named ``output``, ``input`` and ``tensor`` are tensors: arrays
     are taken too, see :func:`borrowed`."""
-    names = list(inspect.signature(method).parameters)[1:]
-    places = {name: names.index(name) for name in ("output", "input", "tensor") if name in names}
+    signature = inspect.signature(method)
+    names = list(signature.parameters)[1:]
+    taken = [name for name in ("output", "input", "tensor") if name in names]
 
     @functools.wraps(method)
     def taking(self: Any, *arguments: Any, **named: Any) -> Any:
-        given = list(arguments)
+        given = {**dict(zip(names, arguments, strict=False)), **named}
+        foreign = [name for name in taken if name in given and not isinstance(given[name], Tensor)]
+        if not foreign:
+            return method(self, *arguments, **named)
+        bound = signature.bind(self, *arguments, **named)
         with contextlib.ExitStack() as stack:
-            for name, place in places.items():
-                if place < len(given):
-                    if not isinstance(given[place], Tensor):
-                        given[place] = stack.enter_context(borrowed(given[place], name))
-                elif name in named and not isinstance(named[name], Tensor):
-                    named[name] = stack.enter_context(borrowed(named[name], name))
-            return method(self, *given, **named)
+            for name in foreign:
+                bound.arguments[name] = stack.enter_context(borrowed(given[name], name))
+            return method(*bound.args, **bound.kwargs)
 
     return cast("Method", taking)
 

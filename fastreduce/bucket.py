@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
-from fastreduce import _C, cuda, errors
-
-_DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
+from fastreduce import _C, cuda, enums, errors
 
 
 class BucketPlan:
@@ -70,7 +67,7 @@ class BucketPlan:
             raise ValueError(f"tensors: expected one dtype, got {sorted(map(str, dtypes))}")
         dtype = dtypes.pop()
         for name, tensor in [("flat", flat), *(("tensors", t) for t in tensors)]:
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in enums.DTYPE:
                 raise TypeError(
                     f"{name}: expected one of {', '.join(errors.DTYPES)}, got {tensor.dtype}"
                 )
@@ -94,7 +91,7 @@ class BucketPlan:
             self._counts,
             self.offsets,
             flat.data_ptr(),
-            _DTYPES[dtype],
-            _DTYPES[flat.dtype],
+            enums.DTYPE[dtype],
+            enums.DTYPE[flat.dtype],
             scale,
         )

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
-import secrets
 import threading
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -21,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from fastreduce import _C, arrays, cuda, errors, policy, tuning
+from fastreduce import _C, arrays, cuda, enums, policy, tuning
 from fastreduce.memory import NOT_SHARED, SharedTensors
 from fastreduce.process_group import ProcessGroupTransport, as_timedelta, fail
+from fastreduce.rendezvous import connect_gpus, share_memory
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,17 +34,10 @@ logger = logging.getLogger("fastreduce")
 Op = Literal["sum", "mean", "min", "max"]
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring", "low_latency", "multimem"]
 
-_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _BARRIER = range(len(errors.KINDS))
-_DTYPES = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
-_OPS = {name: number for number, name in enumerate(errors.OPS)}
-_ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 # Those of the host's ranks; the others need a GPU's way to store.
-_HOST_ALGORITHMS = {name: _ALGORITHMS[name] for name in ("one_shot", "two_shot", "ring")}
+_HOST_ALGORITHMS = {name: enums.ALGORITHM[name] for name in ("one_shot", "two_shot", "ring")}
 _ONE_SHOT, _TWO_SHOT, _RING = _HOST_ALGORITHMS.values()
-_BARRIER_PLAN = _C.plan(_BARRIER, _DTYPES[torch.uint8], _OPS["sum"], _ONE_SHOT, 0)
-
-# How long the ranks of a host may take to find each other once all have entered the constructor.
-_CONNECT_SECONDS = 20.0
+_BARRIER_PLAN = enums.plan("barrier", torch.uint8, "sum", "one_shot", 0)
 
 _MAX_PLANS = 4096
 
@@ -75,21 +67,6 @@ class _HostWork:
 
     def is_completed(self) -> bool:
         return self._work.done()
-
-
-@dataclass(frozen=True)
-class _Host:
-    """What a rank tells the others before they try to share memory."""
-
-    boot: str
-    network: str
-    processes: str
-    process: int
-    address: bytes
-    cores: frozenset[int]
-    threads: int | None
-    token: bytes
-    problem: str
 
 
 class Communicator:
@@ -149,7 +126,9 @@ class Communicator:
             raise ValueError(f"timeout: expected more than 0 s, got {timeout}")
         self.deterministic = deterministic
         self._group = ProcessGroupTransport(group)
-        self._core, reason = self._share_memory(threads, _first_epoch)
+        self._core, self.topology, reason = share_memory(
+            self._group, self.rank, self.world_size, self.timeout, threads, _first_epoch
+        )
         self.shared_memory = self._core is not None
         self._said: set[str] = set()
         self._gpus: dict[torch.device, cuda.CudaTransport | None] = {}
@@ -174,83 +153,6 @@ class Communicator:
             self._shared = SharedTensors(self._core, self.world_size)
             # Ends it with this object, or with the interpreter if nobody has closed it by then.
             weakref.finalize(self, _end, self._core, self._notifier, False)
-
-    # -- rendezvous ---------------------------------------------------------------------------
-
-    def _share_memory(
-        self, threads: int | None, first_epoch: int
-    ) -> tuple[_C.HostCommunicator | None, str]:
-        """The shared-memory core, or None and the reason, the same on all ranks."""
-        listener: _C.Listener | None = None
-        problem = ""
-        try:
-            listener = _C.Listener()
-        except (OSError, RuntimeError) as error:
-            problem = str(error)
-        here = _Host(
-            boot=_read("/proc/sys/kernel/random/boot_id"),
-            network=os.readlink("/proc/self/ns/net"),
-            processes=os.readlink("/proc/self/ns/pid"),
-            process=os.getpid(),
-            address=b"" if listener is None else listener.address,
-            cores=frozenset(os.sched_getaffinity(0)),
-            threads=threads,
-            token=secrets.token_hex(16).encode(),
-            problem=problem,
-        )
-        hosts = self._group.all_gather_object(here)
-        for rank, host in enumerate(hosts):
-            if host.boot != hosts[0].boot:
-                return None, f"rank {rank} runs on another host than rank 0"
-            if host.network != hosts[0].network:
-                return None, f"rank {rank} runs in another network namespace than rank 0"
-            if host.problem:
-                return None, f"rank {rank} could not open a socket: {host.problem}"
-        assert listener is not None
-        if self.world_size > _C.MAX_RANKS:
-            return None, f"there are {self.world_size} ranks, more than {_C.MAX_RANKS}"
-
-        topology = policy.Topology(
-            shared_memory=True,
-            cores=len(frozenset().union(*(host.cores for host in hosts))),
-            ranks=self.world_size,
-        )
-        default = policy.threads_per_rank(topology, _C.MAX_BLOCKS)
-        foreground = policy.patience(topology, background=False)
-        background = policy.patience(topology, background=True)
-        core: _C.HostCommunicator | None = None
-        try:
-            core = _C.HostCommunicator(
-                listener,
-                self.rank,
-                [host.address for host in hosts],
-                [host.process if host.processes == here.processes else 0 for host in hosts],
-                hosts[0].token,
-                timeout=self.timeout,
-                connect_timeout=min(self.timeout, timedelta(seconds=_CONNECT_SECONDS)),
-                blocks=min(host.threads or default for host in hosts),
-                slot_bytes=policy.SLOT_BYTES,
-                stage_bytes=policy.STAGE_BYTES,
-                block_bytes=policy.THREADED_BYTES,
-                foreground_ns=(foreground.spin_ns, foreground.yield_ns),
-                background_ns=(background.spin_ns, background.yield_ns),
-                first_epoch=first_epoch,
-            )
-        except _C.CannotShareError as error:
-            problem = f"rank {self.rank} could not share memory: {error}"
-        problems = self._group.all_gather_object(problem)
-        # A rank that waited for another has a worse reason than the one that was waited for.
-        first = min(
-            (p for p in problems if p),
-            key=lambda p: "timed out" in p or "left while" in p,
-            default="",
-        )
-        if not first:
-            self.topology = topology
-            return core, ""
-        if core is not None:
-            core.close(drain=False)
-        return None, first
 
     # -- collectives --------------------------------------------------------------------------
 
@@ -333,8 +235,8 @@ class Communicator:
         if tensor.is_sparse:
             raise ValueError("sparse gradients, or other sparse tensors, are not supported")
         _check_dense("tensor", tensor)
-        _number("dtype", _DTYPES, tensor.dtype)
-        _number("op", _OPS, op)
+        _number("dtype", enums.DTYPE, tensor.dtype)
+        _number("op", enums.OP, op)
         _check_scale(scale, tensor)
         core = self._core
         gpu = self._gpu(tensor)
@@ -397,8 +299,8 @@ class Communicator:
         """
         assert isinstance(input, Tensor) and isinstance(output, Tensor)
         _check_pair("input", input, "output", output, self.world_size)
-        _number("dtype", _DTYPES, output.dtype)
-        _number("op", _OPS, op)
+        _number("dtype", enums.DTYPE, output.dtype)
+        _number("op", enums.OP, op)
         _check_scale(scale, output)
         self._check_overlap(whole=input, part=output)
         gpu = self._gpu(output)
@@ -414,7 +316,7 @@ class Communicator:
         if self._core is None or not output.is_cpu:
             self._refuse_if_deterministic("the process group")
             return self._group.reduce_scatter(output, input, op, async_op, scale)
-        return self._call(_REDUCE_SCATTER, input, output, output, async_op, op=op, scale=scale)
+        return self._call("reduce_scatter", input, output, output, async_op, op=op, scale=scale)
 
     @arrays.accepted
     def all_gather(
@@ -438,7 +340,7 @@ class Communicator:
             )
         if self._core is None or not input.is_cpu:
             return self._group.all_gather(output, input, async_op)
-        return self._call(_ALL_GATHER, input, output, input, async_op)
+        return self._call("all_gather", input, output, input, async_op)
 
     @arrays.accepted
     def broadcast(
@@ -459,7 +361,7 @@ class Communicator:
             return _on_gpu(gpu, lambda: gpu.broadcast(tensor, root, shape), async_op, tensor)
         if self._core is None or not tensor.is_cpu:
             return self._group.broadcast(tensor, root, async_op)
-        return self._call(_BROADCAST, tensor, tensor, tensor, async_op, root=root)
+        return self._call("broadcast", tensor, tensor, tensor, async_op, root=root)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Returns on no rank before all ranks have called it."""
@@ -598,7 +500,7 @@ class Communicator:
 
     def _call(
         self,
-        kind: int,
+        kind: str,
         input: Tensor,
         output: Tensor,
         smaller: Tensor,
@@ -610,14 +512,14 @@ class Communicator:
     ) -> Work | None:
         core = self._core
         assert core is not None
-        algorithm, segment = _ONE_SHOT, NOT_SHARED
+        algorithm, segment = "one_shot", NOT_SHARED
         if input.nbytes > policy.one_shot_limit(self.world_size, self.topology):
-            algorithm, segment = _TWO_SHOT, self._shared.segment_of(input)
-        dtype, count = _DTYPES.get(smaller.dtype), smaller.numel()
-        if dtype is None:  # moved as bytes
-            dtype, count = _DTYPES[torch.uint8], smaller.nbytes
+            algorithm, segment = "two_shot", self._shared.segment_of(input)
+        dtype, count = smaller.dtype, smaller.numel()
+        if dtype not in enums.DTYPE:  # moved as bytes
+            dtype, count = torch.uint8, smaller.nbytes
         shape = _checksum(smaller.shape, smaller.dtype)
-        plan = _C.plan(kind, dtype, _OPS[op], algorithm, shape)
+        plan = enums.plan(kind, dtype, op, algorithm, shape)
         call = (plan, input.data_ptr(), output.data_ptr(), count, root, scale, segment)
         if async_op:
             return self._submit(call, input, output)
@@ -658,17 +560,18 @@ class Communicator:
     def _plan(self, key: tuple[torch.dtype, torch.Size, str, str]) -> tuple[int, int, bool]:
         """How to all-reduce such a tensor: the plan, the elements, and whether it is two_shot."""
         dtype, shape, op, name = key
-        codes = _number("dtype", _DTYPES, dtype), _number("op", _OPS, op)
+        _number("dtype", enums.DTYPE, dtype)
+        _number("op", enums.OP, op)
         count = shape.numel()
         nbytes = count * dtype.itemsize
         if name == "auto":
             name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
-        if name in _ALGORITHMS and name not in _HOST_ALGORITHMS:
+        if name in enums.ALGORITHM and name not in _HOST_ALGORITHMS:
             raise ValueError(f"algorithm: {name} is for tensors on GPUs, got one on the CPU")
         algorithm = _number("algorithm", _HOST_ALGORITHMS, name)
         if algorithm == _ONE_SHOT and nbytes > policy.SLOT_BYTES:
             raise ValueError(f"one_shot: expected at most {policy.SLOT_BYTES} bytes, got {nbytes}")
-        code = _C.plan(_ALL_REDUCE, *codes, algorithm, _checksum(shape))
+        code = enums.plan("all_reduce", dtype, op, name, _checksum(shape))
         plan = code, count, algorithm == _TWO_SHOT
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
@@ -693,10 +596,10 @@ class Communicator:
         self, tensor: Tensor, op: Op, algorithm: str, async_op: bool, scale: float
     ) -> Work | None:
         """Errors of the arguments, and tensors or groups that do not share memory."""
-        _number("dtype", _DTYPES, tensor.dtype)
-        _number("op", _OPS, op)
+        _number("dtype", enums.DTYPE, tensor.dtype)
+        _number("op", enums.OP, op)
         if algorithm != "auto":
-            _number("algorithm", _ALGORITHMS, algorithm)
+            _number("algorithm", enums.ALGORITHM, algorithm)
         gpu = self._gpu(tensor)
         if gpu is not None:
             _check_scale(scale, tensor)
@@ -734,7 +637,7 @@ class Communicator:
                 "the first call with a CUDA tensor connects the ranks' GPUs, which cannot be "
                 "captured: make one call before the capture"
             )
-        gpu, reason = cuda.connect(
+        gpu, reason = connect_gpus(
             self._group,
             self._group.group,
             self.rank,
@@ -889,8 +792,3 @@ def _check_pair(
             f"{whole_name}: expected {world_size} times the {part.numel()} elements of "
             f"{part_name}, got {whole.numel()}"
         )
-
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read().strip()

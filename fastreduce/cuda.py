@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastreduce import _C, errors, policy
+from fastreduce import enums, policy
 from fastreduce.process_group import as_timedelta
 
 try:
@@ -33,26 +30,14 @@ except ImportError:
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from fastreduce.process_group import ProcessGroupTransport
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_NUMBERS = {getattr(torch, name): number for number, name in enumerate(errors.DTYPES)}
-_KINDS = {name: number for number, name in enumerate(errors.KINDS)}
-_OPS = {name: number for number, name in enumerate(errors.OPS)}
-_ALGORITHMS = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 
 # Those whose kernels reach into all ranks' tensors.
 _DIRECT = ("two_shot", "multimem")
 
 _STAGING = 0  # the segment through which tensors go that peers cannot reach
-_PROBE_BYTES = 16 * policy.MIB
-# More blocks than these move no more over a GPU's links.
-_MOST_BLOCKS = 32
-# Of peers on other hosts, whose processes cannot be watched.
-_HEARTBEAT_SECONDS = 1.0
-_SILENCE_SECONDS = 60.0
 
 
 def problem() -> str:
@@ -164,7 +149,7 @@ def allocate(
     except Exception as error:  # torch says no with whatever exception it likes
         reason = f"there is no symmetric memory of {nbytes} bytes on {device}: {error}"
     # Who is alone in the rendezvous would wait in vain.
-    if reason := _first(exchange(reason)):
+    if reason := first_reason(exchange(reason)):
         raise RuntimeError(reason)
     handle = symmetric.rendezvous(local, group)
     if int(handle.buffer_ptrs[handle.rank]) != local.data_ptr():
@@ -254,7 +239,7 @@ class CudaTransport:
     @_on_device
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str, scale: float, shape: int) -> None:
         flat = tensor.detach().view(-1)
-        plan = self._plan("all_reduce", tensor.dtype, op, algorithm, shape)
+        plan = enums.plan("all_reduce", tensor.dtype, op, algorithm, shape)
         if algorithm not in _DIRECT:
             self._launch(plan, flat, flat, flat.numel(), algorithm, scale=scale)
             return
@@ -272,7 +257,7 @@ class CudaTransport:
         out = output.detach().view(-1)
         whole = input.detach().view(self.world_size, -1)
         algorithm = self._moving(input.nbytes)
-        plan = self._plan("reduce_scatter", output.dtype, op, algorithm, shape)
+        plan = enums.plan("reduce_scatter", output.dtype, op, algorithm, shape)
         step = self._staging.numel() // self.world_size // 16 * 16 // output.element_size()
         if algorithm == "one_shot":
             step = max(out.numel(), 1)
@@ -287,7 +272,7 @@ class CudaTransport:
         mine = _bytes(input)
         whole = _bytes(output).view(self.world_size, -1)
         algorithm = self._moving(mine.numel())
-        plan = self._plan("all_gather", torch.uint8, "sum", algorithm, shape)
+        plan = enums.plan("all_gather", torch.uint8, "sum", algorithm, shape)
         step = max(mine.numel(), 1) if algorithm == "one_shot" else self._staging.numel()
         for begin in range(0, max(mine.numel(), 1), step):
             end = min(begin + step, mine.numel())
@@ -302,7 +287,7 @@ class CudaTransport:
     def broadcast(self, tensor: Tensor, root: int, shape: int) -> None:
         flat = _bytes(tensor)
         algorithm = self._moving(flat.numel())
-        plan = self._plan("broadcast", torch.uint8, "sum", algorithm, shape)
+        plan = enums.plan("broadcast", torch.uint8, "sum", algorithm, shape)
         step = max(flat.numel(), 1) if algorithm == "one_shot" else self._staging.numel()
         for begin in range(0, max(flat.numel(), 1), step):
             piece = flat[begin : begin + step]
@@ -313,7 +298,7 @@ class CudaTransport:
     @_on_device
     def barrier(self) -> None:
         """Of the ranks' current streams."""
-        plan = self._plan("barrier", torch.uint8, "sum", "one_shot", 0)
+        plan = enums.plan("barrier", torch.uint8, "sum", "one_shot", 0)
         nothing = self._staging[:0]
         self._launch(plan, nothing, nothing, 0, "one_shot")
 
@@ -343,9 +328,6 @@ class CudaTransport:
 
     def _moving(self, nbytes: int) -> str:
         return "one_shot" if nbytes <= policy.GPU_SLOT_BYTES else "two_shot"
-
-    def _plan(self, kind: str, dtype: torch.dtype, op: str, algorithm: str, shape: int) -> int:
-        return _C.plan(_KINDS[kind], _NUMBERS[dtype], _OPS[op], _ALGORITHMS[algorithm], shape)
 
     def _launch(
         self,
@@ -427,319 +409,12 @@ def convert(
             [tensor.data_ptr() for tensor in sources],
             [tensor.data_ptr() for tensor in targets],
             [tensor.numel() for tensor in sources],
-            _NUMBERS[sources[0].dtype],
-            _NUMBERS[targets[0].dtype],
+            enums.DTYPE[sources[0].dtype],
+            enums.DTYPE[targets[0].dtype],
             scale,
             int(torch.cuda.current_stream(device).cuda_stream),
         )
 
 
-# -- rendezvous -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Gpu:
-    """What a rank tells the others before they try to map each other's memory."""
-
-    host: str
-    processes: str
-    process: int
-    blocks: int
-    limits: tuple[tuple[str, int | None], ...]
-
-
-class _Refused(Exception):
-    """Some rank cannot; raised on all."""
-
-
-def connect(
-    group: ProcessGroupTransport,
-    process_group: ProcessGroup,
-    rank: int,
-    device: torch.device,
-    timeout: timedelta,
-    limits: tuple[tuple[str, int | None], ...],
-    first_epoch: int = 0,
-) -> tuple[CudaTransport | None, str]:
-    """Collective: the ranks' GPUs, or None and the reason, the same on all ranks.
-
-    ``limits``: what ``tune`` has measured on this machine; rank 0's counts.
-    """
-
-    def together(step: Callable[[], T]) -> list[T]:
-        """What the step gives on every rank; where it fails on one, all are refused."""
-        mine: tuple[T | None, str]
-        try:
-            mine = step(), ""
-        except Exception as error:
-            mine = None, f"on rank {rank}, {error}"
-        every = group.all_gather_object(mine)
-        if reason := _first([reason for _, reason in every]):
-            raise _Refused(reason)
-        return [value for value, _ in every]  # type: ignore[misc]
-
-    try:
-        ranks = together(lambda: _describe(device, limits))
-        with torch.cuda.device(device):
-            transport = _connect(
-                together, group, process_group, rank, ranks, device, timeout, first_epoch
-            )
-    except _Refused as refused:
-        return None, str(refused)
-    return transport, ""
-
-
-def _describe(device: torch.device, limits: tuple[tuple[str, int | None], ...]) -> _Gpu:
-    if reason := problem():
-        raise RuntimeError(reason)
-    with torch.cuda.device(device):
-        # Half of them: a kernel that waits must not keep another one that waits from running.
-        blocks = min(_cuda.resident_blocks() // 2, _MOST_BLOCKS)
-    if blocks < 1:
-        raise RuntimeError("the GPU is too small for the kernels")
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        host = file.read().strip()
-    return _Gpu(host, os.readlink("/proc/self/ns/pid"), os.getpid(), blocks, limits)
-
-
-def _connect(
-    together: Callable[[Callable[[], Any]], list[Any]],
-    group: ProcessGroupTransport,
-    process_group: ProcessGroup,
-    rank: int,
-    ranks: list[_Gpu],
-    device: torch.device,
-    timeout: timedelta,
-    first_epoch: int,
-) -> CudaTransport:
-    exchange = group.all_gather_object
-    blocks = min(each.blocks for each in ranks)
-    layout = (blocks, policy.GPU_SLOT_BYTES, policy.GPU_STAGE_BYTES, policy.GPU_INBOX_BYTES)
-    staging = -(-_cuda.area_bytes(len(ranks), *layout) // 4096) * 4096
-    made: list[Any] = []
-
-    def make_memory() -> None:
-        nbytes = staging + policy.GPU_PIECE_BYTES
-        memory = allocate(nbytes, device, process_group, exchange)
-        memory.local.zero_()
-        _settle(device)
-        made.append(memory)
-
-    def make_core() -> None:
-        core = _cuda.CudaCommunicator(
-            rank,
-            memory.pointers,
-            blocks=blocks,
-            slot_bytes=policy.GPU_SLOT_BYTES,
-            stage_bytes=policy.GPU_STAGE_BYTES,
-            inbox_bytes=policy.GPU_INBOX_BYTES,
-            timeout=timeout,
-            first_epoch=first_epoch,
-        )
-        made.append(core)
-        made.append(CudaTransport(core, memory, staging, topology, blocks, exchange, process_group))
-
-    def refuse(reason: str) -> None:
-        if reason:
-            raise RuntimeError(reason)
-
-    together(make_memory)
-    memory: SymmetricMemory = made[0]
-    found = probe(memory, rank, lambda: exchange(None), staging)
-    together(lambda: refuse(found))
-    topology = policy.topology_of(
-        pair_bandwidth=min(together(lambda: pair_bandwidth(memory, rank, staging))),
-        world_size=len(ranks),
-        multicast=memory.multicast != 0,
-        hosts=len({each.host for each in ranks}),
-        limits=ranks[0].limits,
-    )
-    try:
-        together(make_core)
-        core, transport = made[1], made[2]
-        if topology.multicast and not all(together(lambda: adds_up(transport, rank))):
-            transport.topology = replace(topology, multicast=False)
-        together(core.check)
-        here = ranks[rank]
-        seen = {
-            p: each.process
-            for p, each in enumerate(ranks)
-            if p != rank and (each.host, each.processes) == (here.host, here.processes)
-        }
-        others = [p for p in range(len(ranks)) if p != rank and p not in seen]
-        together(lambda: core.watch(seen))
-        heartbeat = Heartbeat(core, rank, others, _store_of(process_group)) if others else None
-    except BaseException:
-        # The core first: until it is closed, it looks into the memory.
-        if len(made) > 1:
-            made[1].close(drain=False)
-        raise
-    if heartbeat is not None:
-        heartbeat.start()
-    weakref.finalize(transport, _end, core, heartbeat, memory, device, os.getpid())
-    return transport  # type: ignore[no-any-return]
-
-
-def _end(
-    core: _cuda.CudaCommunicator,
-    heartbeat: Heartbeat | None,
-    memory: SymmetricMemory,
-    device: torch.device,
-    process: int,
-) -> None:
-    """What has been launched ends first: its tensors are somebody's."""
-    if os.getpid() != process:
-        return  # a forked child has neither the threads nor the device
-    if heartbeat is not None:
-        heartbeat.stop()
-    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
-        core.close(drain=True)
-    del memory
-
-
-def probe(memory: SymmetricMemory, rank: int, meet: Callable[[], object], begin: int) -> str:
-    """Whether loads and stores really reach every peer's memory: "" or what is wrong. An IOMMU or
-    a virtual machine can promise peer access and give garbage.
-
-    Collective; uses the memory from byte ``begin`` on, and leaves zeros. ``meet`` returns once all
-    ranks have called it.
-    """
-    world_size = len(memory.pointers)
-    size = 4096
-    device = memory.local.device
-    own = memory.local[begin : begin + (1 + world_size) * size]
-    wrong: list[str] = []
-
-    def pattern(writer: int, reader: int) -> Tensor:
-        numbers = torch.arange(size, device=device) * 31 + writer * 7 + reader * 101 + 1
-        return (numbers % 251).to(torch.uint8)
-
-    def write_own() -> None:
-        own[:size] = pattern(rank, rank)
-
-    def visit_peers() -> None:
-        for peer in range(world_size):
-            seen = memory.peer(peer, begin, size) + 0  # by loads of a kernel, not a copy engine's
-            if not torch.equal(seen, pattern(peer, peer)):
-                wrong.append(f"rank {rank} reads wrong values from rank {peer}'s memory")
-            place = memory.peer(peer, begin + (1 + rank) * size, size)
-            torch.add(pattern(rank, peer), 0, out=place)
-
-    def look() -> None:
-        for peer in range(world_size):
-            if not torch.equal(own[(1 + peer) * size :][:size], pattern(peer, rank)):
-                wrong.append(f"what rank {peer} writes into rank {rank}'s memory does not arrive")
-
-    def clear() -> None:
-        own.zero_()
-
-    for step in (write_own, visit_peers, look, clear):
-        try:
-            step()
-            _settle(device)
-        except RuntimeError as error:
-            wrong.append(f"rank {rank}: {error}")
-        meet()
-    if not wrong:
-        return ""
-    return f"{wrong[0]}: peer access between these GPUs is broken (an IOMMU, or virtualisation?)"
-
-
-def pair_bandwidth(memory: SymmetricMemory, rank: int, begin: int) -> float:
-    """Bytes/s at which this rank reads its neighbour's memory, while all ranks do the same."""
-    source = memory.peer((rank + 1) % len(memory.pointers), begin, _PROBE_BYTES)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.add(source.view(torch.int64), 0, out=target.view(torch.int64))
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return float(_PROBE_BYTES / min(seconds))
-
-
-def adds_up(transport: CudaTransport, rank: int) -> bool:
-    """Whether the switch does what its multicast address promises. Collective."""
-    tensor = torch.full((4096,), 1.0 + rank, device=transport.device)
-    transport.all_reduce(tensor, "sum", "multimem", 1.0, 0)
-    expected = transport.world_size * (transport.world_size + 1) / 2
-    return bool(tensor.eq(expected).all().item())
-
-
-class Heartbeat(threading.Thread):
-    """Tells the kernels which peers on other hosts have fallen silent: nobody waits for them.
-    (Processes on this host are watched by the core.)
-
-    Args:
-        core: has ``lose(rank)``.
-        others: the ranks to listen to.
-        store: has ``set``, ``check``, ``get``; a client of its own, for one that waits in another
-            thread would keep this one from speaking.
-        period, silence: seconds.
-    """
-
-    def __init__(
-        self,
-        core: Any,
-        rank: int,
-        others: list[int],
-        store: Any,
-        *,
-        period: float = _HEARTBEAT_SECONDS,
-        silence: float = _SILENCE_SECONDS,
-    ) -> None:
-        super().__init__(name="fastreduce-heartbeat", daemon=True)
-        self._core = core
-        self._rank = rank
-        self._others = {p: ("", time.monotonic()) for p in others}
-        self._store = store
-        self._period = period
-        self._silence = silence
-        self._beats = 0
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        if self.is_alive() and threading.current_thread() is not self:
-            self.join()
-
-    def run(self) -> None:
-        # Without the store, the waits' own timeout is left.
-        with contextlib.suppress(Exception):
-            while self._others and not self._stopped.is_set():
-                self._beat()
-                self._stopped.wait(self._period)
-
-    def _beat(self) -> None:
-        self._beats += 1
-        self._store.set(f"fastreduce-beat-{self._rank}", str(self._beats))
-        for p, (beat, since) in list(self._others.items()):
-            key = f"fastreduce-beat-{p}"
-            heard = str(self._store.get(key)) if self._store.check([key]) else ""
-            now = time.monotonic()
-            if heard != beat:
-                self._others[p] = (heard, now)
-            elif now - since > self._silence:
-                self._core.lose(p)
-                del self._others[p]
-
-
-def _first(reasons: list[str]) -> str:
+def first_reason(reasons: list[str]) -> str:
     return next((reason for reason in reasons if reason), "")
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _store_of(process_group: ProcessGroup) -> Any:
-    from torch.distributed import distributed_c10d
-
-    store = distributed_c10d._get_default_store()
-    clone = getattr(store, "clone", None)
-    with contextlib.suppress(RuntimeError, NotImplementedError):
-        store = clone() if clone is not None else store
-    return distributed_c10d.PrefixStore(f"fastreduce/{process_group.group_name}", store)

@@ -112,6 +112,7 @@ class ProcessGroupTransport:
     def __init__(self, group: ProcessGroup | None) -> None:
         self._open_group = group
         self._world_size = dist.get_world_size(group)
+        self._averages = "nccl" in dist.get_backend_config(group)
         self._closed = False
 
     def close(self) -> None:
@@ -199,12 +200,9 @@ class ProcessGroupTransport:
 
     def _operation(self, tensor: Tensor, op: str) -> Any:
         """NCCL averages in the collective; the others give the sum."""
-        if op == "mean" and tensor.is_cuda and tensor.is_floating_point() and self._averages():
+        if op == "mean" and tensor.is_cuda and tensor.is_floating_point() and self._averages:
             return dist.ReduceOp.AVG
         return _OPS[op]
-
-    def _averages(self) -> bool:
-        return "nccl" in dist.get_backend_config(self._group)
 
     def _settle(self, tensor: Tensor, summed: Tensor, op: str, how: Any) -> None:
         """``tensor`` becomes what was asked for, out of what the backend gave."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conftest import Lines, make_inputs, same_bits
 
 import fastreduce
-from fastreduce import cuda, policy, reference
+from fastreduce import cuda, policy, reference, rendezvous
 from fastreduce.policy import MIB, GpuTopology
 
 # -- without a device -----------------------------------------------------------------------------
@@ -154,18 +154,6 @@ class Streams:
             self.current = before
 
 
-class Memory:
-    """A piece of this process's memory, by address."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def at(self, address: int, nbytes: int) -> torch.Tensor:
-        begin = address - self.tensor.data_ptr()
-        assert 0 <= begin <= self.tensor.numel() - nbytes
-        return self.tensor[begin : begin + nbytes]
-
-
 class Core:
     """Kernels for ranks that all hold the same: a sum multiplies by their number."""
 
@@ -219,7 +207,6 @@ class Core:
 
 
 PIECE = 4096
-CPU = torch.device("cpu")
 
 
 class Rank:
@@ -410,7 +397,7 @@ def probe_all(world_size: int, peer_of) -> list[str]:
             return peer_of(rank, owner, memories)[begin : begin + size]
 
         memory = cuda.SymmetricMemory(memories[rank], [0] * world_size, 0, peer)
-        found[rank] = cuda.probe(memory, rank, meeting.wait, 4096)
+        found[rank] = rendezvous.probe(memory, rank, meeting.wait, 4096)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -465,7 +452,7 @@ def test_a_peer_on_another_host_that_falls_silent_is_reported():
     store = dist.HashStore()
     cores = [Losses(), Losses(), Losses()]
     watches = [
-        cuda.Heartbeat(
+        rendezvous.Heartbeat(
             core, rank, [p for p in range(3) if p != rank], store, period=0.02, silence=4.0
         )
         for rank, core in enumerate(cores)
@@ -504,7 +491,7 @@ def test_a_store_that_is_gone_ends_the_watch():
             raise RuntimeError("connection reset")
 
     core = Losses()
-    watch = cuda.Heartbeat(core, 0, [1], Gone(), period=0.02, silence=0.1)
+    watch = rendezvous.Heartbeat(core, 0, [1], Gone(), period=0.02, silence=0.1)
     watch.start()
     time.sleep(0.3)
     watch.stop()
@@ -513,4 +500,4 @@ def test_a_store_that_is_gone_ends_the_watch():
 
 def test_the_pieces_of_the_staging_fit_what_is_allocated():
     assert policy.GPU_PIECE_BYTES % (16 * MIB) == 0
-    assert cuda._PROBE_BYTES <= policy.GPU_PIECE_BYTES
+    assert rendezvous._PROBE_BYTES <= policy.GPU_PIECE_BYTES

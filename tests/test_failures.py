@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fastreduce
-from fastreduce import communicator as module
+from fastreduce import rendezvous as module
 
 LONG = 60.0
 SHORT = 1.0

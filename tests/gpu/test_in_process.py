@@ -9,12 +9,12 @@ import torch
 from conftest import make_inputs, needs_gpu, same_bits
 
 import fastreduce
-from fastreduce import reference
+from fastreduce import enums, reference
 
 pytestmark = needs_gpu()
 
 pytest.importorskip("fastreduce._cuda", reason="built without nvcc")
-from benchmarks.in_process import DTYPES, Group  # noqa: E402
+from benchmarks.in_process import Group  # noqa: E402
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -32,7 +32,7 @@ def count_of(algorithm: str, dtype: torch.dtype) -> list[int]:
     return [1, 3, 17, 1000, most // 3 + 5, most]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", enums.DTYPE)
 @pytest.mark.parametrize("algorithm", ["low_latency", "one_shot", "two_shot", "ring"])
 def test_all_reduce_has_the_bits_of_the_reference(group, algorithm, dtype):
     for number, count in enumerate(count_of(algorithm, dtype)):
