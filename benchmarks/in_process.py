@@ -64,7 +64,7 @@ class Group:
         *,
         algorithm: str,
         op: str = "sum",
-        scale: float = 1.0,
+        weight: float = 1.0,
         root: int = 0,
         blocks: int | None = None,
     ) -> None:
@@ -75,17 +75,31 @@ class Group:
             target.data_ptr(),
             count,
             root,
-            scale,
+            weight,
+            weight,
             blocks
             or min(policy.blocks(algorithm, source.nbytes, self.world_size, 32), self.blocks),
             self.streams[rank].cuda_stream,
         )
 
-    def all_reduce(self, tensors: list[Tensor], algorithm: str, **kwargs: Any) -> None:
+    def all_reduce(
+        self,
+        tensors: list[Tensor],
+        algorithm: str,
+        weights: list[float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         torch.cuda.synchronize()
         for rank, tensor in enumerate(tensors):
             self.launch(
-                rank, "all_reduce", tensor, tensor, tensor.numel(), algorithm=algorithm, **kwargs
+                rank,
+                "all_reduce",
+                tensor,
+                tensor,
+                tensor.numel(),
+                algorithm=algorithm,
+                weight=1.0 if weights is None else weights[rank],
+                **kwargs,
             )
         torch.cuda.synchronize()
         for core in self.cores:

@@ -48,10 +48,12 @@ FR_BLOCK bool one_shot(Block& block, const View& view, const Arithmetic& arithme
 }
 
 // After greet(), which every rank has made by the time its data can arrive. A message of this call
-// overwrites that of the call before the last, which everybody has read (see greet()).
-template <class Block, class Arithmetic>
+// overwrites that of the call before the last, which everybody has read (see greet()). `agreed()`
+// runs between the agreement and the reduction.
+template <class Block, class Arithmetic, class Agreed>
 FR_BLOCK bool low_latency(Block& block, const View& view, const Arithmetic& arithmetic,
-                          std::uint32_t epoch, const Call& mine, const char* in, char* out) {
+                          std::uint32_t epoch, const Call& mine, const char* in, char* out,
+                          const Agreed& agreed) {
   const std::size_t bytes = mine.count * arithmetic.item_bytes();
   const Range part = part_of((bytes + kLineData - 1) / kLineData, block.count(), block.index(), 1);
   for (std::size_t i = part.begin + block.thread(); i < part.end; i += block.threads()) {
@@ -61,6 +63,7 @@ FR_BLOCK bool low_latency(Block& block, const View& view, const Arithmetic& arit
       if (p != view.rank) store_line(view.inbox(p, view.rank, epoch) + i, data, epoch);
   }
   if (!agree(block, view, epoch, mine)) return false;
+  agreed();
   const auto from = [&](int p) -> const DataLine* { return view.inbox(view.rank, p, epoch); };
   return block.all(
       arithmetic.reduce_lines(block, out, in, from, view.rank, view.world(), part, bytes, epoch));

@@ -108,6 +108,15 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("done", &Work::done)
+      .def_property_readonly("total", &Work::total)
+      .def_property_readonly("account",
+                             [](const Work& work) {
+                               const Account& account = work.account();
+                               return py::make_tuple(account.begin.time_since_epoch().count(),
+                                                     account.end.time_since_epoch().count(),
+                                                     account.waited.count(), account.latest,
+                                                     account.latest_wait.count());
+                             })
       .def(
           "wait",
           [](Work& work, Clock::duration timeout) {
@@ -171,8 +180,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("foreground_ns"), py::arg("background_ns"), py::arg("first_epoch"))
       .def("run",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
-              std::uint64_t count, int root, double scale, int segment) {
-             Call call = make_call(plan, count, root, scale);
+              std::uint64_t count, int root, double scale, double weight, int segment) {
+             Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              uninterrupted([&] {
                self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
@@ -182,13 +191,15 @@ PYBIND11_MODULE(_C, m) {
            })
       .def("submit",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
-              std::uint64_t count, int root, double scale, int segment, std::int64_t notify) {
-             Call call = make_call(plan, count, root, scale);
+              std::uint64_t count, int root, double scale, double weight, int segment,
+              std::int64_t notify) {
+             Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              py::gil_scoped_release release;
              return self.submit(call, reinterpret_cast<const void*>(in),
                                 reinterpret_cast<void*>(out), notify);
            })
+      .def("record", &HostCommunicator::record)
       .def("next_completed", &HostCommunicator::next_completed,
            py::call_guard<py::gil_scoped_release>())
       .def("add_segment",

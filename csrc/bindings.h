@@ -21,7 +21,8 @@ inline std::uint64_t plan(int kind, int dtype, int op, int algorithm, std::uint3
   return static_cast<std::uint64_t>(shape) << 32 | codes;
 }
 
-inline Call make_call(std::uint64_t plan, std::uint64_t count, int root, double scale) {
+inline Call make_call(std::uint64_t plan, std::uint64_t count, int root, double scale,
+                      double weight) {
   Call call;
   call.kind = static_cast<Kind>(plan & 0xff);
   call.dtype = static_cast<DType>(plan >> 8 & 0xff);
@@ -31,6 +32,7 @@ inline Call make_call(std::uint64_t plan, std::uint64_t count, int root, double 
   call.root = root;
   call.count = count;
   call.scale = scale;
+  call.weight = weight;
   return call;
 }
 

@@ -40,17 +40,9 @@ struct Segment {
   char* everywhere;
 };
 
-// A call's factors in every accumulator's type.
-struct Factors {
-  Scale<float> single;
-  Scale<double> twice;
-  std::int64_t divisor = 1;
-};
-
 struct Launch {
   View view;
   Job job;
-  Factors factors;
   DeviceState* state = nullptr;
   const Segment* segments = nullptr;
   Mailbox* mailbox = nullptr;

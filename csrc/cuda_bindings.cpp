@@ -60,8 +60,9 @@ PYBIND11_MODULE(_cuda, m) {
       .def(
           "run",
           [](CudaCommunicator& self, std::uint64_t plan, Address in, Address out,
-             std::uint64_t count, int root, double scale, int blocks, Address stream) {
-            self.run(make_call(plan, count, root, scale), reinterpret_cast<const void*>(in),
+             std::uint64_t count, int root, double scale, double weight, int blocks,
+             Address stream) {
+            self.run(make_call(plan, count, root, scale, weight), reinterpret_cast<const void*>(in),
                      reinterpret_cast<void*>(out), blocks, stream);
           },
           py::call_guard<py::gil_scoped_release>())

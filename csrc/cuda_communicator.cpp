@@ -159,9 +159,6 @@ void CudaCommunicator::run(Call call, const void* in, void* out, int blocks, Add
   launch.job.call = call;
   launch.job.in = in;
   launch.job.out = out;
-  launch.factors.single = scale_of(static_cast<const Scale<float>*>(nullptr), call, layout.world);
-  launch.factors.twice = scale_of(static_cast<const Scale<double>*>(nullptr), call, layout.world);
-  launch.factors.divisor = call.op == Op::mean ? layout.world : 1;
   driver_.launch(launch, blocks, stream);
 }
 

@@ -22,7 +22,23 @@ struct BlockShared {
   void* peers[kMaxRanks];  // every rank's tensor
   const char* from[kMaxRanks];
   char* to[kMaxRanks];
+  // The call's factors in every accumulator's type, see Scale.
+  float single[kMaxRanks];
+  double twice[kMaxRanks];
+  double after;
+  std::int64_t divisor;
 };
+
+FR_FN Scale<float> factors_of(const BlockShared& shared, const Scale<float>*) {
+  return {shared.single, static_cast<float>(shared.after)};
+}
+FR_FN Scale<double> factors_of(const BlockShared& shared, const Scale<double>*) {
+  return {shared.twice, shared.after};
+}
+template <class A>
+FR_FN Divisor<A> factors_of(const BlockShared& shared, const Divisor<A>*) {
+  return {static_cast<A>(shared.divisor)};
+}
 
 inline namespace FR_ISA {
 
@@ -177,6 +193,27 @@ FR_BLOCK void run_call(Block block, const Launch& launch, const Body& body) {
   state.epoch = epoch;
 }
 
+// After agree(): what every rank's input is multiplied by, and the sum, as all have told.
+template <class Block>
+FR_BLOCK void find_factors(Block& block, const Launch& launch) {
+  BlockShared& shared = block.shared();
+  const int world = launch.view.world();
+  for (int p = block.thread(); p < world; p += block.threads())
+    shared.twice[p] = block.calls()[p].weight;
+  block.all(true);
+  if (block.thread() == 0) {
+    const double total = total_of(shared.twice, world);
+    shared.after = after_of(launch.job.call, total);
+    shared.divisor = launch.job.call.op == Op::mean ? static_cast<std::int64_t>(total) : 1;
+  }
+  block.all(true);
+  for (int p = block.thread(); p < world; p += block.threads()) {
+    shared.twice[p] = factor_of(block.calls()[p]);
+    shared.single[p] = static_cast<float>(shared.twice[p]);
+  }
+  block.all(true);
+}
+
 // After open(): where every rank's tensor lies, as each has told.
 template <class Block>
 FR_BLOCK void** find_peers(Block& block, const Launch& launch) {
@@ -194,6 +231,7 @@ FR_BLOCK void reduce_call(Block& block, const Launch& launch, const Arithmetic& 
                           std::uint32_t epoch) {
   const Job& job = launch.job;
   if (!open(block, launch.view, job, epoch)) return;
+  find_factors(block, launch);
   void* const* peers = find_peers(block, launch);
   // Where one rank's tensor is staged and another's is not, they are at no common address.
   if (job.call.algorithm == Algorithm::multimem && same_place(block, launch.view))
@@ -208,6 +246,7 @@ FR_BLOCK void ring_call(Block& block, const Launch& launch, const Arithmetic& ar
                         std::uint32_t epoch) {
   const Job& job = launch.job;
   if (!open(block, launch.view, job, epoch)) return;
+  find_factors(block, launch);
   ring(block, launch.view, arithmetic, static_cast<const char*>(job.in),
        static_cast<char*>(job.out), job.call.count);
 }
@@ -218,7 +257,7 @@ FR_BLOCK void low_latency_call(Block& block, const Launch& launch, const Arithme
   const Job& job = launch.job;
   greet(block, launch.view, epoch, job.call);
   low_latency(block, launch.view, arithmetic, epoch, job.call, static_cast<const char*>(job.in),
-              static_cast<char*>(job.out));
+              static_cast<char*>(job.out), [&] { find_factors(block, launch); });
 }
 
 template <class Block>

@@ -154,29 +154,43 @@ struct Max {
   }
 };
 
-// `before` multiplies every input in the accumulator, `after` the reduced value in the
-// accumulator, ahead of the rounding store. A factor of 1 changes nothing. Integers know only
-// a divisor.
+// What multiplies an input in the accumulator. 0 drops it, whatever it holds: the mean over no
+// samples is a NaN.
+template <class A>
+struct Factor {
+  A by = 1;
+  FR_FN A operator()(A value) const { return by == 0 ? A(0) : value * by; }
+};
+
+struct NoFactor {
+  template <class A>
+  FR_FN A operator()(A value) const {
+    return value;
+  }
+};
+
+// `before[k]` multiplies rank k's input in the accumulator, `after` the reduced value in the
+// accumulator, ahead of the rounding store. Integers know only a divisor.
 template <class A>
 struct Scale {
-  A before = 1;
+  const A* before = nullptr;  // null: all are 1
   A after = 1;
-  FR_FN A input(A value) const { return value * before; }
+  FR_FN Factor<A> of(int rank) const { return {before == nullptr ? A(1) : before[rank]}; }
   FR_FN A result(A value) const { return value * after; }
 };
 
-// A Scale whose `before` is 1.
+// A Scale without factors before.
 template <class A>
 struct Average {
   A after = 1;
-  FR_FN A input(A value) const { return value; }
+  FR_FN NoFactor of(int) const { return {}; }
   FR_FN A result(A value) const { return value * after; }
 };
 
 template <class A>
 struct Divisor {
   A by = 1;
-  FR_FN A input(A value) const { return value; }
+  FR_FN NoFactor of(int) const { return {}; }
   FR_FN A result(A value) const { return by == 1 ? value : value / by; }
 };
 

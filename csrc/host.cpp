@@ -73,6 +73,20 @@ void HostBlock::wake(Flag& flag) {
 
 bool HostBlock::wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase phase) {
   const auto begin = Clock::now();
+  const bool seen = wait_since(begin, flag, value, peer, phase);
+  Account* const account = watch_.account;
+  if (account == nullptr) return seen;
+  const auto waited = Clock::now() - begin;
+  account->waited += waited;
+  if (phase == Phase::enter && waited > account->latest_wait) {
+    account->latest = peer;
+    account->latest_wait = waited;
+  }
+  return seen;
+}
+
+bool HostBlock::wait_since(Clock::time_point begin, Flag& flag, std::uint32_t value, int peer,
+                           Phase phase) {
   const auto arrived = [&] { return reached(load_acquire(&flag.value), value); };
 
   for (auto now = begin; now - begin < watch_.patience.spin; now = Clock::now()) {

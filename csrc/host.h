@@ -19,6 +19,15 @@ struct Patience {
   std::chrono::nanoseconds yield{0};
 };
 
+// What became of the time of a call.
+struct Account {
+  Clock::time_point begin;
+  Clock::time_point end;
+  Clock::duration waited{};       // for peers, by the calling thread
+  int latest = -1;                // the peer whose beginning was waited for the longest, if any
+  Clock::duration latest_wait{};  // and how long
+};
+
 // What a waiting block looks at beside its flag. A null `peers` watches nobody's life.
 struct Watch {
   const View* view = nullptr;
@@ -26,6 +35,7 @@ struct Watch {
   const std::atomic<Failure>* stop = nullptr;   // why this rank wants no more, if so
   const std::atomic<bool>* siblings = nullptr;  // a block of this rank has given up
   const std::function<bool()>* interrupted = nullptr;
+  Account* account = nullptr;  // where waits are noted, if they are
   Patience patience;
   Clock::duration timeout{};
   Kind kind = Kind::barrier;
@@ -59,6 +69,7 @@ class HostBlock {
  private:
   static void wake(Flag& flag);
   bool wait_slowly(Flag& flag, std::uint32_t value, int peer, Phase phase);
+  bool wait_since(Clock::time_point begin, Flag& flag, std::uint32_t value, int peer, Phase phase);
   // Why this wait cannot end well, and whose fault that is.
   struct Reason {
     Failure failure;

@@ -282,7 +282,13 @@ void HostCommunicator::communicate() {
         record.epoch = epoch_ + 1;
         give_up(record);
       }
-      execute(work->call_, work->in_, work->out_, watch);
+      Watch noted = watch;
+      if (recording_) {
+        noted.account = &work->account_;
+        work->account_.begin = Clock::now();
+      }
+      work->total_ = execute(work->call_, work->in_, work->out_, noted);
+      if (noted.account != nullptr) work->account_.end = Clock::now();
     } catch (...) {
       error = std::current_exception();
     }
@@ -341,7 +347,8 @@ void HostCommunicator::give_up(FailureRecord record, bool written) {
   throw CallFailed{record, view_.rank};
 }
 
-void HostCommunicator::execute(Call call, const void* in, void* out, const Watch& plan) {
+// Returns the sum of the ranks' weights.
+double HostCommunicator::execute(Call call, const void* in, void* out, const Watch& plan) {
   const std::size_t bytes = input_bytes(call, view_.world());
   const bool one_shot = call.algorithm == Algorithm::one_shot;
   if (one_shot && bytes > view_.layout.slot_bytes)
@@ -383,7 +390,12 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
       record.seen = difference.seen;
       give_up(record);
     }
-    perform(leader, job, calls, watch);
+    double weights[kMaxRanks];
+    for (int p = 0; p < view_.world(); ++p) weights[p] = calls[p].weight;
+    job.calls = calls;
+    job.total = total_of(weights, view_.world());
+    perform(leader, job, watch);
+    return job.total;
   } catch (const CallFailed&) {
     throw;
   } catch (const PeerLeft& left) {
@@ -403,15 +415,16 @@ void HostCommunicator::execute(Call call, const void* in, void* out, const Watch
   }
 }
 
-void HostCommunicator::perform(HostBlock& leader, Job& job, const Call* calls, const Watch& watch) {
+void HostCommunicator::perform(HostBlock& leader, Job& job, const Watch& watch) {
   const Call& call = job.call;
+  const Call* const calls = job.calls;
   for (int p = 0; p < view_.world(); ++p)
     if (p != view_.rank && calls[p].messages != messages_read_[p])
       read_messages(p, calls[p].messages);
   if (call.count == 0) return;
   // A rank alone has no neighbour and needs no slot.
   if (view_.world() == 1) job.call.algorithm = Algorithm::two_shot;
-  if (job.call.algorithm == Algorithm::two_shot) resolve(job, calls);
+  if (job.call.algorithm == Algorithm::two_shot) resolve(job);
 
   if (job.direct && call.kind == Kind::all_reduce) {
     const int failed = claim_peers(view_, epoch_);
@@ -487,9 +500,10 @@ void HostCommunicator::help(int index) {
     round = help_round_;
     if (index >= help_blocks_) continue;
     const Job& job = *help_job_;
-    // Only the caller's thread may ask whether it was interrupted.
+    // Only the caller's thread may ask whether it was interrupted, and keeps the account.
     Watch watch = *help_watch_;
     watch.interrupted = nullptr;
+    watch.account = nullptr;
     const int count = help_blocks_;
     lock.unlock();
     HostBlock block(watch, progress_[index], index, count);
@@ -515,7 +529,8 @@ void HostCommunicator::locate(Call& call, const void* in, std::size_t bytes) {
 }
 
 // Every rank decides from the same announcements, so all decide alike.
-void HostCommunicator::resolve(Job& job, const Call* calls) const {
+void HostCommunicator::resolve(Job& job) const {
+  const Call* const calls = job.calls;
   const bool rooted = job.call.kind == Kind::broadcast;
   for (int p = 0; p < view_.world(); ++p) {
     if (rooted && p != job.call.root) continue;

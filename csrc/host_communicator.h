@@ -25,6 +25,9 @@ class Work {
   bool done() const;
   // False if `timeout` passed first or `interrupted` said so. Throws what the call threw.
   bool wait(Clock::duration timeout, const std::function<bool()>& interrupted);
+  // Of a call that is done: the sum of the ranks' weights; and its times, if they are recorded.
+  double total() const { return total_; }
+  const Account& account() const { return account_; }
 
  private:
   friend class HostCommunicator;
@@ -38,6 +41,8 @@ class Work {
   const void* in_ = nullptr;
   void* out_ = nullptr;
   std::int64_t notify_ = -1;
+  double total_ = 0;
+  Account account_;
   mutable std::mutex mutex_;
   std::condition_variable finished_;
   bool done_ = false;
@@ -70,6 +75,8 @@ class HostCommunicator {
   void run(const Call& call, const void* in, void* out, const std::function<bool()>& interrupted);
   // Queues a call for the communication thread. With notify >= 0, next_completed() reports it.
   std::shared_ptr<Work> submit(const Call& call, const void* in, void* out, std::int64_t notify);
+  // Whether the communication thread keeps an Account of each call.
+  void record(bool on) { recording_ = on; }
   // Waits for finished works that have a notify number and returns them, in order; empty once
   // the communicator is closed.
   using Completed = std::pair<std::int64_t, std::shared_ptr<Work>>;
@@ -99,12 +106,12 @@ class HostCommunicator {
     Descriptor fd;  // until the peers have it
   };
 
-  void execute(Call call, const void* in, void* out, const Watch& plan);
-  void perform(HostBlock& leader, Job& job, const Call* calls, const Watch& watch);
+  double execute(Call call, const void* in, void* out, const Watch& plan);
+  void perform(HostBlock& leader, Job& job, const Watch& watch);
   int blocks_for(const Call& call) const;
   bool run_blocks(const Job& job, const Watch& watch, int count, FailureRecord* failure);
   void locate(Call& call, const void* in, std::size_t bytes);
-  void resolve(Job& job, const Call* calls) const;
+  void resolve(Job& job) const;
   bool probe_distance(HostBlock& block);
   void read_messages(int peer, std::uint32_t until);
   void tell_peers(const Message& message, int fd);
@@ -130,6 +137,7 @@ class HostCommunicator {
   std::vector<Call> calls_;      // what each rank announced for the current call
   std::vector<Progress> begun_;  // progress_ as the current call began
   std::uint32_t staged_calls_ = 0;
+  std::atomic<bool> recording_{false};
   bool far_ = false;
 
   // Segments.

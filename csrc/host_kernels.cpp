@@ -91,6 +91,22 @@ bool transfer(HostBlock& block, const View& view, const Job& job, std::uint32_t 
   return broadcast_staged(block, view, job.call.root, out, bytes);
 }
 
+// The factors of a call in the accumulator's type; `factors` is room for every rank's.
+template <class A>
+Scale<A> scale_of(A* factors, const Job& job, int world, const Scale<A>*) {
+  bool some = false;
+  for (int p = 0; p < world; ++p) {
+    factors[p] = static_cast<A>(factor_of(job.calls[p]));
+    some = some || factors[p] != 1;
+  }
+  return {some ? factors : nullptr, static_cast<A>(after_of(job.call, job.total))};
+}
+
+template <class A>
+Divisor<A> scale_of(A*, const Job& job, int, const Divisor<A>*) {
+  return {job.call.op == Op::mean ? static_cast<A>(job.total) : A(1)};
+}
+
 bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
   const Call& call = job.call;
   if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter)
@@ -98,8 +114,11 @@ bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch
   return visit_types(call.dtype, call.op, [&](auto type) {
     using T = typename decltype(type)::Element;
     using O = typename decltype(type)::Operation;
-    const auto scale = scale_of(static_cast<const ScaleOf<T>*>(nullptr), call, view.world());
-    return reduce(block, view, HostArithmeticOf<T, O>(TypedArithmetic<T, O>(scale)), job, epoch);
+    AccOf<T> factors[kMaxRanks];
+    const ScaleOf<T> scale =
+        scale_of(factors, job, view.world(), static_cast<ScaleOf<T>*>(nullptr));
+    const TypedArithmetic<T, O> typed(scale, view.rank);
+    return reduce(block, view, HostArithmeticOf<T, O>(typed), job, epoch);
   });
 }
 

@@ -22,9 +22,11 @@ void reduce_unrolled(T* const* to, const T* const* from, std::size_t n, const S&
   T* out[Stores];
   for (int k = 0; k < Count; ++k) in[k] = from[k];
   for (int k = 0; k < Stores; ++k) out[k] = to[k];
+  decltype(scale.of(0)) factor[Count];
+  for (int k = 0; k < Count; ++k) factor[k] = scale.of(k);
   FR_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
-    const auto leaf = [&](int k) { return scale.input(Element<T>::load(in[k][i])); };
+    const auto leaf = [&](int k) { return factor[k](Element<T>::load(in[k][i])); };
     const T value = store_reduced<T>(scale.result(tree<Op, 0, Count>(leaf)));
     for (int k = 0; k < Stores; ++k) out[k][i] = value;
   }
@@ -93,9 +95,10 @@ void reduce_tiled(T* const* to, int stores, const T* const* from, int count, std
   for (std::size_t base = 0; base < n; base += kTile) {
     const std::size_t m = n - base < kTile ? n - base : kTile;
     for (int k = 0; k < count; ++k) {
+      const auto factor = scale.of(k);
       widen(carry, from[k] + base, m);
       FR_INDEPENDENT
-      for (std::size_t i = 0; i < m; ++i) carry[i] = scale.input(carry[i]);
+      for (std::size_t i = 0; i < m; ++i) carry[i] = factor(carry[i]);
       int l = 0;
       for (; (k >> l) & 1; ++l) {
         const A* left = level[l];
@@ -139,7 +142,7 @@ void reduce_serial(T* const* to, int stores, const T* const* from, int count, st
                    const ScaleOf<T>& scale) {
   if constexpr (std::is_same<ScaleOf<T>, Scale<AccOf<T>>>::value) {
     // The multiplication would cost a bfloat16 sum an eighth of its time.
-    if (scale.before == 1)
+    if (scale.before == nullptr)
       return reduce_scaled<T, Op>(to, stores, from, count, n, Average<AccOf<T>>{scale.after});
   }
   reduce_scaled<T, Op>(to, stores, from, count, n, scale);

@@ -34,13 +34,6 @@ struct CudaTarget {
 
 using CudaBlock = DeviceBlock<CudaTarget>;
 
-__device__ Scale<float> factors(const Scale<float>*) { return shared.launch->factors.single; }
-__device__ Scale<double> factors(const Scale<double>*) { return shared.launch->factors.twice; }
-template <class A>
-__device__ Divisor<A> factors(const Divisor<A>*) {
-  return {static_cast<A>(shared.launch->factors.divisor)};
-}
-
 // visit(arithmetic) for the types of the call.
 template <class Visit>
 __device__ __forceinline__ auto visit_arithmetic(const Visit& visit) {
@@ -48,7 +41,8 @@ __device__ __forceinline__ auto visit_arithmetic(const Visit& visit) {
   return visit_types(call.dtype, call.op, [&](auto type) {
     using T = typename decltype(type)::Element;
     using O = typename decltype(type)::Operation;
-    return visit(TypedArithmetic<T, O>(factors(static_cast<const ScaleOf<T>*>(nullptr))));
+    const auto scale = factors_of(shared, static_cast<const ScaleOf<T>*>(nullptr));
+    return visit(TypedArithmetic<T, O>(scale, shared.launch->view.rank));
   });
 }
 
@@ -179,7 +173,8 @@ __device__ void order_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"
 template <class T>
 __device__ void reduce_by_switch(CudaBlock& block, char* everywhere, std::size_t n) {
   constexpr int kItems = kItemsOf<T>;
-  const float factor = shared.launch->factors.single.before * shared.launch->factors.single.after;
+  // The ranks' factors are one, see differ().
+  const float factor = shared.single[0] * static_cast<float>(shared.after);
   const std::size_t packs = n / kItems;
   const std::size_t stride = block.threads();
   for (std::size_t first = block.thread(); first < packs; first += kInFlight * stride) {

@@ -66,9 +66,9 @@ FR_FN bool load_line(const DataLine* line, std::uint32_t epoch, std::uint64_t& d
   return there;
 }
 
-// What a block says of its call to the same block of every peer: a Call, in four lines.
-constexpr int kGreetingLines = 4;
-constexpr std::size_t kGreetingBytes = kGreetingLines * sizeof(DataLine);
+// What a block says of its call to the same block of every peer: a Call, in five lines.
+constexpr int kGreetingLines = 5;
+static_assert(kGreetingLines * sizeof(DataLine) <= kLineBytes, "see Layout::inboxes()");
 
 FR_FN void write_greeting(const Call& call, std::uint64_t (&lines)[kGreetingLines]) {
   lines[0] = std::uint64_t(call.kind) | std::uint64_t(call.dtype) << 8 |
@@ -79,6 +79,7 @@ FR_FN void write_greeting(const Call& call, std::uint64_t (&lines)[kGreetingLine
   // Of a tensor within a segment, its first pack; one that does not begin on a pack has none.
   lines[3] = (call.offset / 16) << 32 | std::uint64_t(call.root) << 24 |
              (static_cast<std::uint32_t>(call.segment) & 0xffffffu);
+  lines[4] = bits_of(call.weight);
 }
 
 FR_FN Call read_greeting(const std::uint64_t (&lines)[kGreetingLines]) {
@@ -93,6 +94,7 @@ FR_FN Call read_greeting(const std::uint64_t (&lines)[kGreetingLines]) {
   call.offset = (lines[3] >> 32) * 16;
   call.root = static_cast<std::int32_t>(lines[3] >> 24 & 0xff);
   call.segment = static_cast<std::int32_t>(static_cast<std::uint32_t>(lines[3]) << 8) >> 8;
+  std::memcpy(&call.weight, &lines[4], sizeof call.weight);
   return call;
 }
 

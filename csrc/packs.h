@@ -89,7 +89,7 @@ FR_BLOCK Items<T, N> reduced(const From& from, int count, std::size_t i, const S
     const Items<T, N> in = load_items<N>(reinterpret_cast<const T*>(from(k)) + i);
     A carry[N];
     FR_UNROLL
-    for (int j = 0; j < N; ++j) carry[j] = scale.input(Element<T>::load(in.item[j]));
+    for (int j = 0; j < N; ++j) carry[j] = scale.of(k)(Element<T>::load(in.item[j]));
     bool going = true;
     FR_UNROLL
     for (int l = 0; l < kLevels; ++l) {
@@ -168,7 +168,7 @@ FR_BLOCK void reduce_packs(Block& block, const To& to, int stores, const From& f
       for (int j = 0; j < kItems; ++j) {
         AccOf<T> leaf[Width];
         FR_UNROLL
-        for (int k = 0; k < Width; ++k) leaf[k] = scale.input(Element<T>::load(in[a][k].item[j]));
+        for (int k = 0; k < Width; ++k) leaf[k] = scale.of(k)(Element<T>::load(in[a][k].item[j]));
         out.item[j] = store_reduced<T>(scale.result(tree_up_to<Op, Width>(leaf, count)));
       }
       FR_ROLLED
@@ -259,7 +259,7 @@ FR_BLOCK bool reduce_lines(Block& block, char* out, const char* own, const From&
         const std::uint64_t bits = (k == rank ? mine : word[k]) >> 8 * sizeof(T) * j;
         T item;
         std::memcpy(&item, &bits, sizeof item);
-        leaf[k] = scale.input(Element<T>::load(item));
+        leaf[k] = scale.of(k)(Element<T>::load(item));
       }
       const T reduced = store_reduced<T>(scale.result(tree_up_to<Op, kInFlight>(leaf, count)));
       std::uint64_t bits = 0;

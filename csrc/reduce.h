@@ -51,15 +51,15 @@ class TypedArithmetic {
  public:
   using A = AccOf<T>;
 
-  explicit FR_FN TypedArithmetic(const ScaleOf<T>& scale) : scale_(scale) {}
+  FR_FN TypedArithmetic(const ScaleOf<T>& scale, int rank) : scale_(scale), rank_(rank) {}
 
   static FR_FN constexpr std::size_t item_bytes() { return sizeof(T); }
   static FR_FN constexpr std::size_t partial_bytes() { return sizeof(A); }
 
   FR_FN const ScaleOf<T>& scale() const { return scale_; }
 
-  // to(k)[i] = store(after * tree over j of before * from(j)[i]) for every k. An output may be one
-  // of the inputs; otherwise none overlap.
+  // to(k)[i] = store(after * tree over ranks j of before[j] * from(j)[i]) for every k. An output
+  // may be one of the inputs; otherwise none overlap.
   template <class Block, class To, class From>
   FR_BLOCK void reduce(Block& block, const To& to, int stores, const From& from, int count,
                        std::size_t n) const {
@@ -93,7 +93,7 @@ class TypedArithmetic {
       const Items<T, kNow> mine = load_items<kNow>(in + i);
       Items<A, kNow> out;
       FR_UNROLL
-      for (int j = 0; j < kNow; ++j) out.item[j] = scale_.input(Element<T>::load(mine.item[j]));
+      for (int j = 0; j < kNow; ++j) out.item[j] = scale_.of(rank_)(Element<T>::load(mine.item[j]));
       store_items(to + i, out);
     });
   }
@@ -149,12 +149,13 @@ class TypedArithmetic {
       Items<A, kNow> sum;
       FR_UNROLL
       for (int j = 0; j < kNow; ++j)
-        sum.item[j] = Op::apply(before.item[j], scale_.input(Element<T>::load(mine.item[j])));
+        sum.item[j] = Op::apply(before.item[j], scale_.of(rank_)(Element<T>::load(mine.item[j])));
       take(i, sum);
     });
   }
 
   ScaleOf<T> scale_;
+  int rank_;
 };
 
 }  // namespace FR_ISA

@@ -9,6 +9,8 @@ namespace fastreduce {
 // One call, as the blocks of a rank run it.
 struct Job {
   Call call;
+  const Call* calls = nullptr;  // every rank's, and the sum of their weights: on the host
+  double total = 0;
   const void* in = nullptr;
   void* out = nullptr;
   bool direct = false;     // `peers` holds every rank's tensor, mapped here
@@ -41,9 +43,6 @@ FR_BLOCK void fill_slot(Block& block, const View& view, const Job& job, std::uin
   }
 }
 
-FR_FN float default_nan(float) { return bits_float(0x7fc00000u); }
-FR_FN double default_nan(double) { return default_nan(0.0f); }
-
 // Opens a call that no leader announces for all blocks: every rank's block has begun the same one,
 // and what it reads of its peers is in place. False: given up.
 template <class Block>
@@ -53,17 +52,21 @@ FR_BLOCK bool open(Block& block, const View& view, const Job& job, std::uint32_t
   return agree(block, view, epoch, job.call);
 }
 
-// The factors of a call in the accumulator's type. A NaN is made the default one, see
-// store_reduced().
-template <class A>
-FR_FN Scale<A> scale_of(const Scale<A>*, const Call& call, int world) {
-  const A before = call.scale == call.scale ? static_cast<A>(call.scale) : default_nan(A());
-  return {before, call.op == Op::mean ? A(1) / static_cast<A>(world) : A(1)};
+// A rank's factor. A NaN is made the default one, see store_reduced().
+FR_FN double factor_of(const Call& call) {
+  return call.scale == call.scale ? call.scale : static_cast<double>(bits_float(0x7fc00000u));
 }
 
-template <class A>
-FR_FN Divisor<A> scale_of(const Divisor<A>*, const Call& call, int world) {
-  return {call.op == Op::mean ? static_cast<A>(world) : A(1)};
+// The sum of the ranks' weights, in the order of all sums, which are left in `weights`.
+FR_FN double total_of(double* weights, int world) {
+  for (int apart = 1; apart < world; apart *= 2)
+    for (int p = 0; p + apart < world; p += 2 * apart) weights[p] += weights[p + apart];
+  return weights[0];
+}
+
+// What a reduction is multiplied by. Over no samples a mean is 0 if its ranks drop their inputs.
+FR_FN double after_of(const Call& call, double total) {
+  return call.op != Op::mean ? 1.0 : total == 0 ? 0.0 : 1.0 / total;
 }
 
 // An element type and an operation, as a value.

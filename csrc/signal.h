@@ -42,7 +42,7 @@ FR_FN std::size_t item_bytes(DType dtype) {
 }
 
 // What a rank says about a call before anyone touches memory. What comes before `segment` must
-// be the same on all ranks; the rest tells where the tensor lies.
+// be the same on all ranks; the rest is this rank's own.
 struct Call {
   Kind kind = Kind::barrier;
   DType dtype = DType::float32;
@@ -50,16 +50,17 @@ struct Call {
   Algorithm algorithm = Algorithm::one_shot;
   std::int32_t root = 0;
   std::uint64_t count = 0;  // elements of a rank's smaller tensor
-  double scale = 1.0;
   std::uint32_t shape = 0;  // a checksum of the tensor's shape
 
   std::int32_t segment = -1;   // the caller's segment that holds it, or none
-  std::uint32_t messages = 0;  // control messages sent to peers before this call
   std::uint64_t offset = 0;    // bytes into the segment
+  double scale = 1.0;          // factor on this rank's input; 0 drops it
+  double weight = 1.0;         // this rank's part of a mean's divisor
+  std::uint32_t messages = 0;  // control messages sent to peers before this call
 };
 
 // What ranks can disagree on, in the order in which they are compared.
-enum class Field : std::uint32_t { none, kind, dtype, op, root, count, shape, scale, algorithm };
+enum class Field : std::uint32_t { none, kind, dtype, op, root, count, shape, algorithm, scale };
 
 struct Difference {
   Field field = Field::none;
@@ -81,10 +82,11 @@ FR_FN Difference differ(const Call& a, const Call& b) {
   if (a.root != b.root) return {Field::root, std::uint64_t(a.root), std::uint64_t(b.root)};
   if (a.count != b.count) return {Field::count, a.count, b.count};
   if (a.shape != b.shape) return {Field::shape, a.shape, b.shape};
-  if (bits_of(a.scale) != bits_of(b.scale))
-    return {Field::scale, bits_of(a.scale), bits_of(b.scale)};
   if (a.algorithm != b.algorithm)
     return {Field::algorithm, std::uint64_t(a.algorithm), std::uint64_t(b.algorithm)};
+  // A switch adds what lies in memory.
+  if (a.algorithm == Algorithm::multimem && bits_of(a.scale) != bits_of(b.scale))
+    return {Field::scale, bits_of(a.scale), bits_of(b.scale)};
   return {};
 }
 

@@ -43,6 +43,15 @@ class Listener:
 class Work:
     def done(self) -> bool: ...
     def wait(self, timeout: timedelta) -> bool: ...
+    @property
+    def total(self) -> float:
+        """Of a call that is done: the sum of the ranks' weights."""
+
+    @property
+    def account(self) -> tuple[int, int, int, int, int]:
+        """Of a call that is done, if it was recorded, in ns: when it began and when it ended
+        (time.monotonic_ns()), how long it waited for peers, for which peer's beginning the
+        longest (-1: none), and how long."""
 
 class Allocation:
     def __init__(self, owner: HostCommunicator, nbytes: int) -> None: ...
@@ -74,6 +83,7 @@ class HostCommunicator:
         count: int,
         root: int,
         scale: float,
+        weight: float,
         segment: int,
         /,
     ) -> None: ...
@@ -85,10 +95,12 @@ class HostCommunicator:
         count: int,
         root: int,
         scale: float,
+        weight: float,
         segment: int,
         notify: int,
         /,
     ) -> Work: ...
+    def record(self, on: bool, /) -> None: ...
     def next_completed(self) -> list[tuple[int, Work]]: ...
     def add_segment(self, fd: int, base: int, nbytes: int, /) -> int: ...
     def remove_segment(self, segment: int, /) -> None: ...

@@ -55,6 +55,7 @@ class CudaCommunicator:
         count: int,
         root: int,
         scale: float,
+        weight: float,
         blocks: int,
         stream: int,
         /,

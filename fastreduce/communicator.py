@@ -37,9 +37,21 @@ Algorithm = Literal["auto", "one_shot", "two_shot", "ring", "low_latency", "mult
 # Those of the host's ranks; the others need a GPU's way to store.
 _HOST_ALGORITHMS = {name: enums.ALGORITHM[name] for name in ("one_shot", "two_shot", "ring")}
 _ONE_SHOT, _TWO_SHOT, _RING = _HOST_ALGORITHMS.values()
-_BARRIER_PLAN = enums.plan("barrier", torch.uint8, "sum", "one_shot", 0)
+_BARRIER = (
+    enums.plan("barrier", torch.uint8, "sum", "one_shot", 0),
+    0,
+    0,
+    0,
+    0,
+    1.0,
+    1.0,
+    NOT_SHARED,
+)
 
 _MAX_PLANS = 4096
+
+# A Future, its tensor, and who else wants to know of the call's end.
+_Promise = tuple["Future[Tensor]", Tensor, "Callable[[_C.Work], None] | None"]
 
 
 class Work(Protocol):
@@ -137,8 +149,8 @@ class Communicator:
         self._plans: dict[tuple[torch.dtype, torch.Size, str, str], tuple[int, int, bool]] = {}
         # Calls of the communication thread, in order, and the tensors they work on.
         self._pending: deque[tuple[list[_C.Work], tuple[Tensor, ...]]] = deque()
-        self._futures: dict[int, tuple[Future[Tensor], Tensor]] = {}
-        self._errors: list[Exception] = []
+        self._futures: dict[int, _Promise] = {}
+        self._errors: list[BaseException] = []
         self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._next_future = 0
@@ -164,6 +176,7 @@ class Communicator:
         async_op: bool = False,
         *,
         scale: float = 1.0,
+        weight: float | None = None,
     ) -> Work | None:
         """Replaces ``tensor``, in place, by the reduction over all ranks.
 
@@ -178,7 +191,12 @@ class Communicator:
                 ``multimem`` where an NVLink switch adds (float32, float16, bfloat16).
             async_op: return a :class:`Work` at once and run on the communication thread. The
                 tensor must be contiguous and must not be touched before ``wait()`` returns.
-            scale: factor on every rank's input, applied in the accumulator (floating types).
+            scale: factor on this rank's input, applied in the accumulator (floating types). 0 drops
+                the input, whatever it holds.
+            weight: this rank's part of the divisor of a mean, instead of 1: the result is
+                sum(scale x tensor) / sum(weight). All ranks give one, or none does. A weighted mean
+                is ``scale=n, weight=n``. Where the weights' sum is 0, so must be the scales, and
+                the result is 0.
 
         Raises:
             ValueError, TypeError: an argument is not allowed; nothing was sent.
@@ -187,32 +205,48 @@ class Communicator:
         core = self._core
         if not isinstance(tensor, Tensor):
             with arrays.borrowed(tensor) as borrowed:
-                return self.all_reduce(borrowed, op, algorithm, async_op, scale=scale)
+                return self.all_reduce(
+                    borrowed, op, algorithm, async_op, scale=scale, weight=weight
+                )
         if not tensor.is_contiguous() or tensor.is_neg():
-            self._all_reduce_strided(tensor, op, algorithm, async_op, scale)
+            self._all_reduce_strided(tensor, op, algorithm, async_op, scale, weight)
             return None
         if core is None or not tensor.is_cpu:
-            return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale)
+            return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale, weight)
         key = (tensor.dtype, tensor.shape, op, algorithm)
         plan, count, two_shot = self._plans.get(key) or self._plan(key)
-        if scale != 1.0:
-            _check_scale(scale, tensor)
+        part = 1.0
+        if scale != 1.0 or weight is not None:
+            part = _check_factors(scale, weight, op, tensor)
         segment = self._shared.segment_of(tensor) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
         if async_op:
-            return self._submit((plan, at, at, count, 0, scale, segment), tensor)
-        core.run(plan, at, at, count, 0, scale, segment)
+            return self._submit((plan, at, at, count, 0, scale, part, segment), tensor)
+        core.run(plan, at, at, count, 0, scale, part, segment)
         return None
 
     def all_reduce_future(
-        self, tensor: Tensor, op: Op = "mean", *, scale: float = 1.0, move: bool = False
+        self,
+        tensor: Tensor,
+        op: Op = "mean",
+        *,
+        scale: float = 1.0,
+        weight: float | None = None,
+        move: bool = False,
+        at_once: bool = False,
+        done: Callable[[_C.Work], None] | None = None,
     ) -> Future[Tensor]:
         """An all-reduce on the communication thread whose end is a torch Future of ``tensor``.
 
         Never raises: errors, of the arguments too, travel through the Future.
 
         Args:
-            tensor: contiguous; as for :meth:`all_reduce`.
+            tensor, op, scale, weight: as for :meth:`all_reduce`; contiguous.
+            at_once: on the CPU, run on this thread, after all calls before, and return when it has
+                ended: for callers who would wait for the Future anyway. Saves two changes of
+                threads.
+            done: called with what is known of the call once it has succeeded, before the Future is
+                completed; only where ranks share memory.
             move: a tensor in private memory is moved into shared memory, in place and under all
                 its views, if that can be done. For buffers that live long and that torch alone
                 holds, such as DDP's buckets: whoever has a raw pointer into it (a DLPack
@@ -222,35 +256,41 @@ class Communicator:
         # A Future without devices would not make its reader's stream wait.
         future: Future[Tensor] = Future(devices=[tensor.device] if on_gpu else None)
         try:
-            self._submit_future(future, tensor, op, scale, move)
-        except Exception as error:
+            self._submit_future(future, tensor, op, scale, weight, move, at_once, done)
+        except BaseException as error:  # a hook must not be left by a KeyboardInterrupt either
             fail(future, error, self._errors)
         return future
 
     def _submit_future(
-        self, future: Future[Tensor], tensor: Tensor, op: Op, scale: float, move: bool
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        op: Op,
+        scale: float,
+        weight: float | None,
+        move: bool,
+        at_once: bool,
+        done: Callable[[_C.Work], None] | None,
     ) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.is_sparse:
-            raise ValueError("sparse gradients, or other sparse tensors, are not supported")
         _check_dense("tensor", tensor)
         _number("dtype", enums.DTYPE, tensor.dtype)
         _number("op", enums.OP, op)
-        _check_scale(scale, tensor)
+        part = _check_factors(scale, weight, op, tensor)
         core = self._core
         gpu = self._gpu(tensor)
         if gpu is not None:
-            name = self._gpu_algorithm(gpu, tensor, op, "auto")
+            name = self._gpu_algorithm(gpu, tensor, op, "auto", weighted=weight is not None)
             if name != "process_group":
                 shape = _checksum(tensor.shape)
                 with gpu.aside(tensor):
-                    gpu.all_reduce(tensor, op, name, scale, shape)
+                    gpu.all_reduce(tensor, op, name, scale, shape, part)
                     future.set_result(tensor)  # whose readers' streams wait for this one
                 return
         if core is None or not tensor.is_cpu:
             self._refuse_if_deterministic("the process group")
-            self._group.all_reduce_future(future, tensor, op, scale, self._errors)
+            self._group.all_reduce_future(future, tensor, op, scale, weight, self._errors)
             return
         core.refuse_child()
         key = (tensor.dtype, tensor.shape, op, "auto")
@@ -259,6 +299,11 @@ class Communicator:
         if two_shot:
             unless = (lambda: self._in_flight(tensor)) if move else None
             segment = self._shared.segment_of(tensor, move_unless=unless)
+        at = tensor.data_ptr()
+        if at_once and done is None:
+            core.run(plan, at, at, count, 0, scale, part, segment)
+            future.set_result(tensor)
+            return
         with self._lock:
             number = self._next_future
             self._next_future += 1
@@ -271,10 +316,9 @@ class Communicator:
                 )
                 notifier.start()
                 self._notifier.append(notifier)
-        at = tensor.data_ptr()
-        self._futures[number] = (future, tensor)
+        self._futures[number] = (future, tensor, done)
         try:
-            core.submit(plan, at, at, count, 0, scale, segment, number)
+            core.submit(plan, at, at, count, 0, scale, part, segment, number)
         except BaseException:
             del self._futures[number]
             raise
@@ -301,7 +345,7 @@ class Communicator:
         _check_pair("input", input, "output", output, self.world_size)
         _number("dtype", enums.DTYPE, output.dtype)
         _number("op", enums.OP, op)
-        _check_scale(scale, output)
+        _check_factors(scale, None, op, output)
         self._check_overlap(whole=input, part=output)
         gpu = self._gpu(output)
         if gpu is not None:
@@ -363,13 +407,22 @@ class Communicator:
             return self._group.broadcast(tensor, root, async_op)
         return self._call("broadcast", tensor, tensor, tensor, async_op, root=root)
 
+    def algorithm(self, tensor: Tensor, op: Op = "mean") -> str:
+        """Which algorithm ``auto`` takes for such a tensor, or ``process_group``."""
+        gpu = self._gpu(tensor)
+        if gpu is not None:
+            return self._gpu_algorithm(gpu, tensor, op, "auto")
+        if self._core is None or not tensor.is_cpu:
+            return "process_group"
+        return policy.choose_algorithm(tensor.nbytes, self.world_size, self.topology)
+
     def barrier(self, async_op: bool = False) -> Work | None:
         """Returns on no rank before all ranks have called it."""
         if self._core is None:
             return self._group.barrier(async_op)
         if async_op:
-            return self._submit((_BARRIER_PLAN, 0, 0, 0, 0, 1.0, NOT_SHARED))
-        self._core.run(_BARRIER_PLAN, 0, 0, 0, 0, 1.0, NOT_SHARED)
+            return self._submit(_BARRIER)
+        self._core.run(*_BARRIER)
         return None
 
     def empty(
@@ -469,7 +522,7 @@ class Communicator:
             self._pending.clear()
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> BaseException | None:
         """The first exception that went into a Future of :meth:`all_reduce_future`. From the hook,
         DDP raises it out of ``backward()`` as a RuntimeError with its text; this is itself."""
         return self._errors[0] if self._errors else None
@@ -520,14 +573,14 @@ class Communicator:
             dtype, count = torch.uint8, smaller.nbytes
         shape = _checksum(smaller.shape, smaller.dtype)
         plan = enums.plan(kind, dtype, op, algorithm, shape)
-        call = (plan, input.data_ptr(), output.data_ptr(), count, root, scale, segment)
+        call = (plan, input.data_ptr(), output.data_ptr(), count, root, scale, 1.0, segment)
         if async_op:
             return self._submit(call, input, output)
         core.run(*call)
         return None
 
     def _submit(
-        self, call: tuple[int, int, int, int, int, float, int], *tensors: Tensor
+        self, call: tuple[int, int, int, int, int, float, float, int], *tensors: Tensor
     ) -> _HostWork:
         """Queues a call. Its tensors live until it has ended, whatever its caller drops."""
         assert self._core is not None
@@ -548,7 +601,7 @@ class Communicator:
         self._release()
         storage = tensor.untyped_storage()._cdata
         held = [each for _, tensors in list(self._pending) for each in tensors]
-        held += [each for _, each in list(self._futures.values())]
+        held += [each for _, each, _ in list(self._futures.values())]
         return any(each.untyped_storage()._cdata == storage for each in held)
 
     def _release(self) -> None:
@@ -593,7 +646,13 @@ class Communicator:
             self._say(reason)
 
     def _all_reduce_elsewhere(
-        self, tensor: Tensor, op: Op, algorithm: str, async_op: bool, scale: float
+        self,
+        tensor: Tensor,
+        op: Op,
+        algorithm: str,
+        async_op: bool,
+        scale: float,
+        weight: float | None,
     ) -> Work | None:
         """Errors of the arguments, and tensors or groups that do not share memory."""
         _number("dtype", enums.DTYPE, tensor.dtype)
@@ -602,22 +661,25 @@ class Communicator:
             _number("algorithm", enums.ALGORITHM, algorithm)
         gpu = self._gpu(tensor)
         if gpu is not None:
-            _check_scale(scale, tensor)
-            name = self._gpu_algorithm(gpu, tensor, op, algorithm)
+            part = _check_factors(scale, weight, op, tensor)
+            name = self._gpu_algorithm(gpu, tensor, op, algorithm, weighted=weight is not None)
             if name != "process_group":
                 shape = _checksum(tensor.shape)
                 return _on_gpu(
-                    gpu, lambda: gpu.all_reduce(tensor, op, name, scale, shape), async_op, tensor
+                    gpu,
+                    lambda: gpu.all_reduce(tensor, op, name, scale, shape, part),
+                    async_op,
+                    tensor,
                 )
         elif algorithm != "auto":
             raise ValueError(
                 f'algorithm: expected "auto" where memory is not shared, got "{algorithm}"'
             )
-        _check_scale(scale, tensor)
+        _check_factors(scale, weight, op, tensor)
         if self._core is not None and not tensor.is_cpu and not tensor.is_cuda:
             self._say(f"tensors on {tensor.device.type} go through the process group")
         self._refuse_if_deterministic("the process group")
-        return self._group.all_reduce(tensor, op, async_op, scale)
+        return self._group.all_reduce(tensor, op, async_op, scale, weight)
 
     def _gpu(self, tensor: Tensor) -> cuda.CudaTransport | None:
         """What runs calls on the tensor's GPU; None where the process group does."""
@@ -658,7 +720,13 @@ class Communicator:
         return f"{self.world_size} x {name}, CUDA {torch.version.cuda}"
 
     def _gpu_algorithm(
-        self, gpu: cuda.CudaTransport, tensor: Tensor, op: str, algorithm: str
+        self,
+        gpu: cuda.CudaTransport,
+        tensor: Tensor,
+        op: str,
+        algorithm: str,
+        *,
+        weighted: bool = False,
     ) -> str:
         ordered = self.deterministic or torch.are_deterministic_algorithms_enabled()
         if algorithm != "auto":
@@ -666,15 +734,26 @@ class Communicator:
                 self._refuse_if_deterministic(algorithm)
             return algorithm
         topology = gpu.topology
-        # The switch rounds a float16 sum before it is scaled, so that a mean could overflow.
-        if tensor.dtype not in (torch.float32, torch.bfloat16) or op not in ("sum", "mean"):
+        # The switch rounds a float16 sum before it is scaled, so that a mean could overflow; and it
+        # knows no factors.
+        if (
+            weighted
+            or tensor.dtype not in (torch.float32, torch.bfloat16)
+            or op not in ("sum", "mean")
+        ):
             topology = replace(topology, multicast=False)
         return policy.choose_algorithm(
             tensor.nbytes, self.world_size, topology, deterministic=ordered
         )
 
     def _all_reduce_strided(
-        self, tensor: Tensor, op: Op, algorithm: Algorithm, async_op: bool, scale: float
+        self,
+        tensor: Tensor,
+        op: Op,
+        algorithm: Algorithm,
+        async_op: bool,
+        scale: float,
+        weight: float | None,
     ) -> None:
         """Through a contiguous copy: the ranks' strides need not be alike."""
         if tensor.layout is not torch.strided:
@@ -684,7 +763,7 @@ class Communicator:
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError("tensor: expected one without overlapping elements (an expanded one?)")
         copy = tensor.detach().contiguous().resolve_neg()
-        self.all_reduce(copy, op, algorithm, scale=scale)
+        self.all_reduce(copy, op, algorithm, scale=scale, weight=weight)
         tensor.detach().copy_(copy)
 
     def _check_overlap(self, *, whole: Tensor, part: Tensor) -> None:
@@ -702,16 +781,18 @@ class Communicator:
 
 def _notify(
     core: _C.HostCommunicator,
-    futures: dict[int, tuple[Future[Tensor], Tensor]],
-    errors: list[Exception],
+    futures: dict[int, _Promise],
+    errors: list[BaseException],
 ) -> None:
     """Completes Futures as their calls end, beside the communication thread, which therefore
     never waits for the interpreter. Ends when the communicator has been closed."""
     while completed := core.next_completed():
         for number, work in completed:
-            future, tensor = futures.pop(number)
+            future, tensor, done = futures.pop(number)
             try:
                 work.wait(timedelta(0))
+                if done is not None:
+                    done(work)
             except Exception as error:
                 fail(future, error, errors)
             else:
@@ -765,9 +846,20 @@ def _checksum(shape: torch.Size, dtype: torch.dtype | None = None) -> int:
     return zlib.crc32(repr((tuple(shape), dtype)).encode())
 
 
-def _check_scale(scale: float, tensor: Tensor) -> None:
+def _check_factors(scale: float, weight: float | None, op: str, tensor: Tensor) -> float:
+    """This rank's part of the divisor."""
     if scale != 1.0 and not tensor.is_floating_point():
         raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
+    if weight is None:
+        return 1.0
+    if op != "mean" or not tensor.is_floating_point():
+        raise ValueError(
+            f"weight: expected None but for the mean of a floating type, got {weight} for the {op} "
+            f"of {tensor.dtype}"
+        )
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"weight: expected a finite number that is not negative, got {weight}")
+    return float(weight)
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

@@ -237,18 +237,26 @@ class CudaTransport:
     # -- collectives --------------------------------------------------------------------------
 
     @_on_device
-    def all_reduce(self, tensor: Tensor, op: str, algorithm: str, scale: float, shape: int) -> None:
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: str,
+        algorithm: str,
+        scale: float,
+        shape: int,
+        weight: float = 1.0,
+    ) -> None:
         flat = tensor.detach().view(-1)
         plan = enums.plan("all_reduce", tensor.dtype, op, algorithm, shape)
         if algorithm not in _DIRECT:
-            self._launch(plan, flat, flat, flat.numel(), algorithm, scale=scale)
+            self._launch(plan, flat, flat, flat.numel(), algorithm, scale=scale, weight=weight)
             return
         # In pieces on every rank alike, though only some may need the staging.
         step = self._staging.numel() // tensor.element_size()
         for begin in range(0, max(flat.numel(), 1), step):
             piece = flat[begin : begin + step]
             with self._reachable(piece, write_back=True, multicast=algorithm == "multimem") as at:
-                self._launch(plan, at, at, at.numel(), algorithm, scale=scale)
+                self._launch(plan, at, at, at.numel(), algorithm, scale=scale, weight=weight)
 
     @_on_device
     def reduce_scatter(
@@ -339,6 +347,7 @@ class CudaTransport:
         *,
         root: int = 0,
         scale: float = 1.0,
+        weight: float = 1.0,
     ) -> None:
         blocks = policy.blocks(algorithm, source.nbytes, self.world_size, self._most_blocks)
         stream = torch.cuda.current_stream(self.device)
@@ -350,6 +359,7 @@ class CudaTransport:
             count,
             root,
             scale,
+            weight,
             blocks,
             int(stream.cuda_stream),
         )

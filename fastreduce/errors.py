@@ -12,7 +12,7 @@ PHASES = ("enter", "reduce", "gather", "exit")
 
 # csrc/signal.h: Failure and Field, in order.
 _FAILURES = ("none", "mismatch", "lost", "closed", "timeout", "interrupted", "sibling", "broken")
-_FIELDS = ("none", "kind", "dtype", "op", "root", "numel", "shape", "scale", "algorithm")
+_FIELDS = ("none", "kind", "dtype", "op", "root", "numel", "shape", "algorithm", "scale")
 
 
 class CommunicatorError(RuntimeError):
@@ -41,7 +41,7 @@ class CommunicatorError(RuntimeError):
 
 
 class MismatchError(CommunicatorError):
-    """Ranks made different calls: another collective, shape, dtype, op, root or scale."""
+    """Ranks made different calls: another collective, shape, dtype, op, root or algorithm."""
 
 
 class PeerLostError(CommunicatorError):
@@ -54,6 +54,10 @@ class PeerClosedError(CommunicatorError):
 
 class CommunicatorTimeoutError(CommunicatorError, TimeoutError):
     """A peer did not come in time: it is stopped, busy, or never made the call."""
+
+
+class UnsynchronizedError(RuntimeError):
+    """An optimizer was about to use gradients that have not been averaged over the ranks."""
 
 
 _CLASSES: dict[str, type[CommunicatorError]] = {

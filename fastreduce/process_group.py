@@ -21,6 +21,9 @@ Object = TypeVar("Object")
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Sum of weights, and the work that makes it.
+_Total = tuple[Tensor, Any]
+
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -43,6 +46,9 @@ def _wide(tensor: Tensor, op: str) -> torch.dtype:
 
 def _staged(tensor: Tensor, op: str, scale: float, *, in_place: bool) -> Tensor:
     """What the backend is given for ``tensor``: itself, or a wider or scaled copy."""
+    if scale == 0.0:
+        dropped = tensor.detach().zero_() if in_place else torch.zeros_like(tensor)
+        return dropped.to(_wide(tensor, op))
     if scale != 1.0 and tensor.is_cuda:
         from fastreduce import cuda
 
@@ -65,7 +71,7 @@ def as_timedelta(seconds: float | timedelta) -> timedelta:
     return timedelta(seconds=min(seconds, 10 * 365 * 86400))
 
 
-def fail(future: Future[Tensor], error: Exception, errors: list[Exception]) -> None:
+def fail(future: Future[Tensor], error: BaseException, errors: list[BaseException]) -> None:
     """Completes ``future`` with ``error``, which also becomes the first of ``errors`` if none is.
     Without its traceback, whose frames hold the Future: nothing would ever free the two."""
     error = error.with_traceback(None)
@@ -135,12 +141,22 @@ class ProcessGroupTransport:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def all_reduce(self, tensor: Tensor, op: str, async_op: bool, scale: float) -> _Work | None:
+    def all_reduce(
+        self, tensor: Tensor, op: str, async_op: bool, scale: float, weight: float | None = None
+    ) -> _Work | None:
         group = self._group
+        total = self._total_of(weight, tensor)
         summed = _staged(tensor, op, scale, in_place=True)
-        how = self._operation(summed, op)
+        how = self._operation(summed, op, total)
         work = dist.all_reduce(summed, how, group=group, async_op=async_op)
-        return self._finish(work, lambda: self._settle(tensor, summed, op, how))
+        return self._finish(work, lambda: self._settle(tensor, summed, op, how, total))
+
+    def _total_of(self, weight: float | None, tensor: Tensor) -> _Total | None:
+        """Under way beside the tensor's own all-reduce: a backend sums one tensor in one way."""
+        if weight is None:
+            return None
+        value = torch.tensor(weight, dtype=torch.float64, device=tensor.device)
+        return value, dist.all_reduce(value, group=self._group, async_op=True)
 
     def all_reduce_future(
         self,
@@ -148,18 +164,20 @@ class ProcessGroupTransport:
         tensor: Tensor,
         op: str,
         scale: float,
-        errors: list[Exception],
+        weight: float | None,
+        errors: list[BaseException],
     ) -> None:
         """``future`` is completed with ``tensor``; an exception is also added to ``errors``."""
         group = self._group
+        total = self._total_of(weight, tensor)
         summed = _staged(tensor, op, scale, in_place=True)
-        how = self._operation(summed, op)
+        how = self._operation(summed, op, total)
         work = dist.all_reduce(summed, how, group=group, async_op=True)
 
         def done(ended: Future[list[Tensor]]) -> None:
             try:
                 ended.value()
-                self._settle(tensor, summed, op, how)
+                self._settle(tensor, summed, op, how, total)
             except Exception as error:
                 fail(future, error, errors)
             else:
@@ -198,17 +216,29 @@ class ProcessGroupTransport:
             return None
         return _Work(work, finish)
 
-    def _operation(self, tensor: Tensor, op: str) -> Any:
+    def _operation(self, tensor: Tensor, op: str, total: _Total | None = None) -> Any:
         """NCCL averages in the collective; the others give the sum."""
-        if op == "mean" and tensor.is_cuda and tensor.is_floating_point() and self._averages:
+        if (
+            total is None
+            and op == "mean"
+            and tensor.is_cuda
+            and tensor.is_floating_point()
+            and self._averages
+        ):
             return dist.ReduceOp.AVG
         return _OPS[op]
 
-    def _settle(self, tensor: Tensor, summed: Tensor, op: str, how: Any) -> None:
+    def _settle(
+        self, tensor: Tensor, summed: Tensor, op: str, how: Any, total: _Total | None = None
+    ) -> None:
         """``tensor`` becomes what was asked for, out of what the backend gave."""
         with torch.no_grad():
             if how == dist.ReduceOp.AVG:
                 pass
+            elif total is not None:
+                divisor, work = total
+                work.wait()
+                summed.mul_(torch.where(divisor == 0, divisor, 1 / divisor).to(summed.dtype))
             elif op == "mean" and summed.is_floating_point():
                 summed.mul_(1 / self._world_size)
             elif op == "mean":

@@ -50,33 +50,49 @@ def tree(values: Sequence[Tensor], combine: Combine = torch.add) -> Tensor:
     return level[0]
 
 
-def _load(tensor: Tensor, scale: float) -> Tensor:
-    accumulator = tensor.to(ACCUMULATOR[tensor.dtype])
-    if not tensor.dtype.is_floating_point:
-        return accumulator
-    return accumulator * torch.tensor(scale, dtype=accumulator.dtype)
+Scales = float | Sequence[float]
 
 
-def _store(total: Tensor, op: str, world_size: int, dtype: torch.dtype) -> Tensor:
+def _load(inputs: Sequence[Tensor], scale: Scales) -> list[Tensor]:
+    """A factor of 0 drops an input, whatever it holds."""
+    scales = [scale] * len(inputs) if isinstance(scale, (int, float)) else scale
+    loaded = []
+    for tensor, factor in zip(inputs, scales, strict=True):
+        accumulator = tensor.to(ACCUMULATOR[tensor.dtype])
+        if factor == 0:
+            accumulator = torch.zeros_like(accumulator)
+        elif tensor.dtype.is_floating_point:
+            accumulator = accumulator * torch.tensor(factor, dtype=accumulator.dtype)
+        loaded.append(accumulator)
+    return loaded
+
+
+def _store(total: Tensor, op: str, weights: Sequence[float], dtype: torch.dtype) -> Tensor:
     """The mean in the accumulator, then the one rounding."""
-    if op == "mean":
-        if dtype.is_floating_point:
-            total = total * (1 / torch.tensor(world_size, dtype=total.dtype))
-        else:
-            total = torch.div(total, world_size, rounding_mode="trunc")
+    divisor = tree([torch.tensor(float(weight), dtype=torch.float64) for weight in weights])
+    if op == "mean" and dtype.is_floating_point:
+        total = total * (1 / divisor if divisor != 0 else divisor).to(total.dtype)
+    elif op == "mean":
+        total = torch.div(total, int(divisor), rounding_mode="trunc")
     return total.to(dtype)
 
 
-def all_reduce(inputs: Sequence[Tensor], op: str = "mean", scale: float = 1.0) -> Tensor:
+def all_reduce(
+    inputs: Sequence[Tensor],
+    op: str = "mean",
+    scale: Scales = 1.0,
+    weights: Sequence[float] | None = None,
+) -> Tensor:
     """The result of one_shot and two_shot on every rank.
 
     Args:
         inputs: one tensor per rank, equal shapes and dtypes.
         op: ``sum``, ``mean``, ``min`` or ``max``.
-        scale: factor on every input, in the accumulator.
+        scale: factor on every input, or one for each, in the accumulator.
+        weights: each rank's part of the divisor of a mean, 1 by default.
     """
-    total = tree([_load(x, scale) for x in inputs], COMBINE[op])
-    return _store(total, op, len(inputs), inputs[0].dtype)
+    total = tree(_load(inputs, scale), COMBINE[op])
+    return _store(total, op, weights or [1.0] * len(inputs), inputs[0].dtype)
 
 
 def chunk_of(count: int, world_size: int, rank: int, item_bytes: int) -> slice:
@@ -89,10 +105,15 @@ def chunk_of(count: int, world_size: int, rank: int, item_bytes: int) -> slice:
     return slice(min(first * grain, count), min(last * grain, count))
 
 
-def ring_all_reduce(inputs: Sequence[Tensor], op: str = "mean", scale: float = 1.0) -> Tensor:
+def ring_all_reduce(
+    inputs: Sequence[Tensor],
+    op: str = "mean",
+    scale: Scales = 1.0,
+    weights: Sequence[float] | None = None,
+) -> Tensor:
     """The result of ring on every rank: chunk c begins at rank c + 1 and goes round to c."""
     world_size = len(inputs)
-    flat = [_load(x.reshape(-1), scale) for x in inputs]
+    flat = _load([x.reshape(-1) for x in inputs], scale)
     result = torch.empty_like(inputs[0]).reshape(-1)
     for chunk in range(world_size):
         part = chunk_of(result.numel(), world_size, chunk, result.element_size())
@@ -100,11 +121,11 @@ def ring_all_reduce(inputs: Sequence[Tensor], op: str = "mean", scale: float = 1
         total = flat[order[0]][part]
         for rank in order[1:]:
             total = COMBINE[op](total, flat[rank][part])
-        result[part] = _store(total, op, world_size, result.dtype)
+        result[part] = _store(total, op, weights or [1.0] * world_size, result.dtype)
     return result.reshape(inputs[0].shape)
 
 
-def reduce_scatter(inputs: Sequence[Tensor], op: str = "mean", scale: float = 1.0) -> list[Tensor]:
+def reduce_scatter(inputs: Sequence[Tensor], op: str = "mean", scale: Scales = 1.0) -> list[Tensor]:
     """Rank r gets the r-th of ``world_size`` equal parts (along dim 0) of the reduction."""
     return list(all_reduce(inputs, op, scale).chunk(len(inputs)))
 

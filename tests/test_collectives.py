@@ -65,9 +65,17 @@ def reduce_task(state, seed, count, dtype, op, algorithm, where, skip, scale, sp
     inputs = make_inputs(seed, comm.world_size, count, dtype, special)
     tensor = place(comm, placement(where, comm.rank), count, dtype, skip)
     tensor.copy_(inputs[comm.rank])
-    comm.all_reduce(tensor, op, algorithm, scale=scale)
     expected = reference.ring_all_reduce if algorithm == "ring" else reference.all_reduce
-    return same_bits(tensor, expected(inputs, op, scale))
+    if scale != "own":
+        comm.all_reduce(tensor, op, algorithm, scale=scale)
+        return same_bits(tensor, expected(inputs, op, scale))
+    # A factor for every rank, 0 for some: whatever it holds, NaN too, does not count.
+    scales = [0.0 if (seed + rank) % 3 == 0 else rank + 0.3 for rank in range(comm.world_size)]
+    weights = scales if op == "mean" else None
+    comm.all_reduce(
+        tensor, op, algorithm, scale=scales[comm.rank], weight=weights and weights[comm.rank]
+    )
+    return same_bits(tensor, expected(inputs, op, scales, weights))
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -89,7 +97,7 @@ def test_all_reduce(pool, world_size, data):
         draw(st.sampled_from(algorithms)),
         draw(st.sampled_from(["shared", "private", "torch", "mixed"])),
         draw(st.integers(0, 5)),
-        draw(st.sampled_from([1.0, 0.3, -2.0])) if dtype.is_floating_point else 1.0,
+        draw(st.sampled_from([1.0, 0.3, -2.0, "own"])) if dtype.is_floating_point else 1.0,
         draw(st.booleans()),
         draw(st.sampled_from([1, 3])),
     )
@@ -316,6 +324,10 @@ def refused_task(state):
         (ValueError, "algorithm", lambda: comm.all_reduce(good, "sum", "tree")),
         (ValueError, "at most", lambda: comm.all_reduce(torch.ones(10**6), "sum", "one_shot")),
         (ValueError, "scale", lambda: comm.all_reduce(torch.ones(2, dtype=torch.int32), scale=2.0)),
+        (ValueError, "weight", lambda: comm.all_reduce(good, "sum", weight=1.0)),
+        (ValueError, "weight", lambda: comm.all_reduce(good.int(), weight=1.0)),
+        (ValueError, "weight", lambda: comm.all_reduce(good, weight=-1.0)),
+        (ValueError, "weight", lambda: comm.all_reduce(good, weight=float("nan"))),
         (ValueError, "overlapping", lambda: comm.all_reduce(torch.ones(1).expand(3))),
         (ValueError, "contiguous", lambda: comm.all_reduce(torch.ones(3, 2).t(), async_op=True)),
         (ValueError, "layout", lambda: comm.all_reduce(torch.eye(3).to_sparse())),

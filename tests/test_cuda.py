@@ -186,14 +186,14 @@ class Core:
                 )
         raise AssertionError("an address of nobody's")
 
-    def run(self, plan, source, target, count, root, scale, blocks, stream):
+    def run(self, plan, source, target, count, root, scale, weight, blocks, stream):
         if self.error is not None:
             raise self.error
         kind, algorithm = plan & 0xFF, plan >> 24 & 0xFF
         self.runs.append((kind, algorithm, source, target, count, blocks, stream))
         if kind == 0:
             out = self._floats(target, count)
-            out.copy_(self._floats(source, count) * self.world_size * scale)
+            out.copy_(self._floats(source, count) * self.world_size * scale / weight)
         elif kind == 1:  # as rank 0
             out = self._floats(target, count)
             out.copy_(self._floats(source, count * self.world_size)[:count] * self.world_size)

@@ -335,8 +335,6 @@ def mismatched(case):
             comm.all_reduce(other, "sum")
         elif case == "op":
             comm.all_reduce(tensor, "min" if odd else "max")
-        elif case == "scale":
-            comm.all_reduce(tensor, scale=0.5 if odd else 0.25)
         elif case == "algorithm":
             comm.all_reduce(tensor, "sum", "ring" if odd else "two_shot")
         elif case == "root":
@@ -360,7 +358,6 @@ def mismatched(case):
         ("broadcast dtype", "float32", "int32"),
         ("dtype", "float32", "int32"),
         ("op", "max", "min"),
-        ("scale", 0.25, 0.5),
         ("algorithm", "two_shot", "ring"),
         ("root", 0, 1),
         ("kind", "all_reduce", "all_gather"),

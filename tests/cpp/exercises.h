@@ -279,8 +279,8 @@ class Reduction : public Collective<T> {
   bool run(TestBlock& block, const View& view, std::uint32_t epoch, int call) override {
     const Plan& plan = plans_[call];
     const std::size_t count = plan.count;
-    const auto scale = scale_of<T>(plan.factors);
-    const TypedArithmetic<T, Op> arithmetic(scale);
+    const Scaled<T> scaled(plan.factors);
+    const TypedArithmetic<T, Op> arithmetic(scaled.scale(), view.rank);
     const auto* in = reinterpret_cast<const char*>(this->in(view.rank, call));
     auto* out = reinterpret_cast<char*>(this->out(view.rank, call));
     void* all[kMaxRanks];
@@ -326,7 +326,8 @@ class Reduction : public Collective<T> {
                                   : DType::uint8;
     made.algorithm = Algorithm::one_shot;
     made.count = plan.count;
-    made.scale = plan.factors.before;
+    made.scale = plan.factors.of(rank);
+    made.weight = rank + 0.5;
     made.shape = static_cast<std::uint32_t>(call) * 0x9e3779b9u;
     made.segment = rank - 1;
     made.offset = 16u * static_cast<std::uint64_t>(call * 64 + rank);
@@ -344,7 +345,7 @@ class Reduction : public Collective<T> {
     bool complete = true;
     if (plan.form == Form::low_latency) {
       greet(block, view, epoch, job.call);
-      complete = low_latency(block, view, arithmetic, epoch, job.call, in, out);
+      complete = low_latency(block, view, arithmetic, epoch, job.call, in, out, [] {});
     } else {
       const bool slots = plan.form != Form::greeted_two_shot && plan.form != Form::multimem;
       if (!slots) job.call.algorithm = Algorithm::two_shot;
@@ -363,6 +364,7 @@ class Reduction : public Collective<T> {
       const Call expected = called(plan, p, call);
       const Call& said = block.calls()[p];
       if (said.segment != expected.segment || said.offset != expected.offset) return false;
+      if (said.scale != expected.scale || said.weight != expected.weight) return false;
     }
     return complete;
   }
@@ -400,7 +402,7 @@ class Reduction : public Collective<T> {
     int chunk = 0;
     for (std::size_t i = 0; i < items; ++i) {
       for (int p = 0; p < world; ++p)
-        leaves[p] = scaled_input(widened(made.inputs[p][i]), made.factors);
+        leaves[p] = scaled_input(widened(made.inputs[p][i]), made.factors, p);
       if (form == Form::ring)
         while (i >= chunk_of(items, world, chunk, sizeof(T)).end) ++chunk;
       const auto sum = form == Form::ring ? in_ring<Op>(leaves, chunk) : in_tree<Op>(leaves);

@@ -74,18 +74,46 @@ struct HostTarget {
 
 using HostDevice = DeviceBlock<HostTarget>;
 
-// With an address that stands for all ranks' memory: that of rank 0's.
+// As a kernel's: factors are known only after the agreement. With an address that stands for all
+// ranks' memory: that of rank 0's.
 template <class T, class O>
-struct Emulated : TypedArithmetic<T, O> {
-  Emulated(const ScaleOf<T>& scale, const Launch& launch)
-      : TypedArithmetic<T, O>(scale), launch_(launch) {}
-  void reduce_everywhere(HostDevice& block, char* everywhere, std::size_t n) const {
-    const Segment& segment = launch_.segments[launch_.job.call.segment];
-    const auto at = [&](int p) { return segment.base[p] + (everywhere - segment.everywhere); };
-    const int world = launch_.view.world();
-    this->reduce(block, at, world, at, world, n);
+struct Emulated {
+  const HostDevice& own;
+  const Launch& launch;
+
+  using Typed = TypedArithmetic<T, O>;
+  Typed typed() const {
+    const auto* kind = static_cast<const ScaleOf<T>*>(nullptr);
+    return Typed(factors_of(own.shared(), kind), launch.view.rank);
   }
-  const Launch& launch_;
+  std::size_t item_bytes() const { return Typed::item_bytes(); }
+  std::size_t partial_bytes() const { return Typed::partial_bytes(); }
+  template <class... Arguments>
+  void reduce(Arguments&&... arguments) const {
+    typed().reduce(arguments...);
+  }
+  template <class... Arguments>
+  bool reduce_lines(Arguments&&... arguments) const {
+    return typed().reduce_lines(arguments...);
+  }
+  template <class... Arguments>
+  void open_partial(Arguments&&... arguments) const {
+    typed().open_partial(arguments...);
+  }
+  template <class... Arguments>
+  void add_partial(Arguments&&... arguments) const {
+    typed().add_partial(arguments...);
+  }
+  template <class... Arguments>
+  void close_partial(Arguments&&... arguments) const {
+    typed().close_partial(arguments...);
+  }
+  void reduce_everywhere(HostDevice& block, char* everywhere, std::size_t n) const {
+    const Segment& segment = launch.segments[launch.job.call.segment];
+    const auto at = [&](int p) { return segment.base[p] + (everywhere - segment.everywhere); };
+    const int world = launch.view.world();
+    reduce(block, at, world, at, world, n);
+  }
 };
 
 void run_kernel(HostDevice block, const Launch& launch) {
@@ -96,9 +124,7 @@ void run_kernel(HostDevice block, const Launch& launch) {
     // Three types stand for all: each costs seconds to compile.
     const auto with = [&](auto element) {
       using T = decltype(element);
-      const auto scale =
-          scale_of(static_cast<const ScaleOf<T>*>(nullptr), call, launch.view.world());
-      const Emulated<T, Sum> arithmetic(scale, launch);
+      const Emulated<T, Sum> arithmetic{each, launch};
       if (call.algorithm == Algorithm::low_latency)
         low_latency_call(each, launch, arithmetic, epoch);
       else if (call.algorithm == Algorithm::ring)
@@ -252,6 +278,8 @@ void check_all_reduce(int world, DType dtype, std::uint32_t first_epoch) {
   for (int round = 0; round < 6; ++round) {
     struct Made {
       Call call;
+      Factors factors;
+      std::vector<double> weights;
       std::vector<T*> at;
       std::vector<T> expected;
     };
@@ -265,9 +293,17 @@ void check_all_reduce(int world, DType dtype, std::uint32_t first_epoch) {
       std::size_t count = random.below(2048 / sizeof(T)) + 1;
       if (algorithm == Algorithm::multimem) count = (count + 15) / 16 * 16;
       const bool alike = random.below(2) == 0;
-      Made made{all_reduce_of(count, algorithm, Op::mean), {}, {}};
+      Made made{all_reduce_of(count, algorithm, Op::mean), {}, {}, {}, {}};
       made.call.dtype = dtype;
-      made.call.scale = std::is_integral<T>::value ? 1.0 : 0.75;
+      // The switch knows one factor for all.
+      const bool weighted = !std::is_integral<T>::value && algorithm != Algorithm::multimem;
+      const Factors factors{weighted ? 0.75 : 1.0, 1, world};
+      made.factors = factors;
+      double total = 0;
+      for (int r = 0; r < world; ++r) {
+        made.weights.push_back(weighted ? r + 0.5 : 1.0);
+        total += made.weights.back();
+      }
       for (int r = 0; r < world; ++r) {
         std::vector<T>& mine = own[c * world + r];
         mine.resize(count);
@@ -275,25 +311,28 @@ void check_all_reduce(int world, DType dtype, std::uint32_t first_epoch) {
         made.at.push_back(direct ? group.segment<T>(r, place) : mine.data());
         for (std::size_t i = 0; i < count; ++i) made.at[r][i] = value_of<T>(random);
       }
-      const Factors factors{made.call.scale, 1.0 / world, world};
       std::vector<AccOf<T>> leaves(world);
       int chunk = 0;
       for (std::size_t i = 0; i < count; ++i) {
         for (int r = 0; r < world; ++r)
-          leaves[r] = scaled_input(static_cast<AccOf<T>>(widened(made.at[r][i])), factors);
+          leaves[r] = scaled_input(static_cast<AccOf<T>>(widened(made.at[r][i])), factors, r);
         while (i >= chunk_of(count, world, chunk, sizeof(T)).end) ++chunk;
         const auto sum =
             algorithm == Algorithm::ring ? in_ring<Sum>(leaves, chunk) : in_tree<Sum>(leaves);
         const auto mean = std::is_integral<T>::value
                               ? sum / static_cast<AccOf<T>>(world)
-                              : sum * (AccOf<T>(1) / static_cast<AccOf<T>>(world));
+                              : sum * (AccOf<T>(1) / static_cast<AccOf<T>>(total));
         made.expected.push_back(narrowed<T>(mean));
       }
       calls.push_back(std::move(made));
     }
     for (const Made& made : calls)
-      for (int r = 0; r < world; ++r)
-        group.ranks[r]->run(made.call, made.at[r], made.at[r], 1 + round % kBlocks, 0);
+      for (int r = 0; r < world; ++r) {
+        Call call = made.call;
+        call.scale = made.factors.of(r);
+        call.weight = made.weights[r];
+        group.ranks[r]->run(call, made.at[r], made.at[r], 1 + round % kBlocks, 0);
+      }
     for (auto& driver : group.drivers) driver->join();
     for (auto& rank : group.ranks) rank->check();
     for (const Made& made : calls)

@@ -122,16 +122,25 @@ A in_ring(const std::vector<A>& inputs, std::size_t owner) {
   return total;
 }
 
-// The factors of a call. Integers know only the divisor.
+// The factors of a call: of every rank, unless it is 1, one of its own, and none of some ranks'
+// inputs. Integers know only the divisor.
 struct Factors {
   double before = 1;
   double after = 1;
   int divisor = 1;
+
+  double of(int rank) const {
+    if (before == 1) return 1;
+    return rank % 5 == 3 ? 0 : before + 0.1 * rank;
+  }
 };
 
 template <class A>
-A scaled_input(A value, const Factors& factors) {
-  if constexpr (std::is_floating_point<A>::value) value = value * static_cast<A>(factors.before);
+A scaled_input(A value, const Factors& factors, int rank) {
+  if constexpr (std::is_floating_point<A>::value) {
+    const A factor = static_cast<A>(factors.of(rank));
+    return factor == 0 ? 0 : value * factor;
+  }
   return value;
 }
 
@@ -143,14 +152,26 @@ A scaled_result(A value, const Factors& factors) {
     return value / factors.divisor;
 }
 
+// The same as kernels take them.
 template <class T>
-ScaleOf<T> scale_of(const Factors& factors) {
+class Scaled {
+ public:
   using A = AccOf<T>;
-  if constexpr (std::is_floating_point<A>::value)
-    return {static_cast<A>(factors.before), static_cast<A>(factors.after)};
-  else
-    return {static_cast<A>(factors.divisor)};
-}
+
+  explicit Scaled(const Factors& factors) : factors_(factors) {
+    for (int k = 0; k < kMaxRanks; ++k) before_[k] = static_cast<A>(factors.of(k));
+  }
+  ScaleOf<T> scale() const {
+    if constexpr (std::is_floating_point<A>::value)
+      return {factors_.before == 1 ? nullptr : before_, static_cast<A>(factors_.after)};
+    else
+      return {static_cast<A>(factors_.divisor)};
+  }
+
+ private:
+  Factors factors_;
+  A before_[kMaxRanks];
+};
 
 template <class T>
 bool same_bits(const T& a, const T& b) {

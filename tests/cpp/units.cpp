@@ -214,11 +214,12 @@ void check_reduce(const char* name) {
 
     for (const Factors& factors :
          {Factors{1, 1.0 / count, 1}, Factors{1, 1, count}, Factors{0.7, 1.3, 3}}) {
-      const ScaleOf<T> scale = scale_of<T>(factors);
+      const Scaled<T> scaled(factors);
+      const ScaleOf<T> scale = scaled.scale();
       std::vector<T> expected;
       std::vector<decltype(widened(T()))> leaves(count);
       for (std::size_t i = 0; i < kCount; ++i) {
-        for (int k = 0; k < count; ++k) leaves[k] = scaled_input(widened(inputs[k][i]), factors);
+        for (int k = 0; k < count; ++k) leaves[k] = scaled_input(widened(inputs[k][i]), factors, k);
         expected.push_back(narrowed<T>(scaled_result(in_tree<Op>(leaves), factors)));
       }
       std::vector<std::vector<T>> outputs;
@@ -243,7 +244,7 @@ void check_reduce(const char* name) {
             for (const Range part : {Range{0, kCount / 2}, Range{kCount / 2, kCount}})
               for (int t = 0; t < threads; ++t) {
                 Loner loner{t, threads, packs};
-                TypedArithmetic<T, Op>(scale).reduce(
+                TypedArithmetic<T, Op>(scale, 0).reduce(
                     loner, [&](int k) { return reinterpret_cast<char*>(to[k] + part.begin); },
                     stores,
                     [&](int k) { return reinterpret_cast<const char*>(from[k] + part.begin); },
