@@ -23,6 +23,7 @@ from fastreduce.errors import (
     MismatchError,
     PeerClosedError,
     PeerLostError,
+    UnsynchronizedError,
 )
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "MismatchError",
     "PeerClosedError",
     "PeerLostError",
+    "UnsynchronizedError",
     "Work",
     "all_reduce_hook",
     "attach",

@@ -1,45 +1,493 @@
 """The DistributedDataParallel communication hook and its state."""
 
+import contextlib
+import gc
+import logging
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from fastreduce import _C, compiled, sparse
+from fastreduce.accumulation import TreeAccumulator
 from fastreduce.communicator import Communicator
+from fastreduce.errors import CommunicatorError, UnsynchronizedError
 from fastreduce.process_group import fail
+from fastreduce.stats import BucketStats, StepStats, summary
+
+logger = logging.getLogger("fastreduce")
+
+Reduction = Literal["mean", "sum"]
+
+_KEPT_STEPS = 1000
+_FORMAT = 1
+_NO_WEIGHT = "weight(n) was called for other backward passes, but not for this one"
 
 
 class HookState:
-    """What :func:`all_reduce_hook` needs: the communicator of the model's process group.
+    """What :func:`all_reduce_hook` needs for one DDP model. One state for each model.
 
     Args:
-        source: a :class:`Communicator`, which stays the caller's to close, or a DDP model, for
-            whose process group one is created (collectively) and owned.
-        kwargs: for a DDP model, passed on to :class:`Communicator`.
+        source: a DDP model, for whose process group a communicator is created (collectively) and
+            owned; or a :class:`Communicator`, which stays the caller's to close; or None, where
+            the state is made before the model (Lightning): the first bucket then finds the model
+            on which the state is registered, and does as if that had been given.
+        count_unused: whether a rank that did not use a parameter counts in the divisor of its mean,
+            as in DDP. If not, a parameter's mean is over the ranks that used it (needs
+            ``find_unused_parameters=True``; one more small call for every bucket).
+        none_if_empty: gradients become None after a pass whose weights' sum is 0, instead of 0 (on
+            the CPU).
+        record: keep :meth:`stats`.
+        kwargs: passed on to :class:`Communicator`, where one is created.
     """
 
-    def __init__(self, source: Communicator | DistributedDataParallel, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        source: Communicator | DistributedDataParallel | None = None,
+        *,
+        count_unused: bool = True,
+        none_if_empty: bool = False,
+        record: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # For torch.compile, which can name a number but not hold this.
+        self.handle: int = compiled.register(self)
+        self._communicator: Communicator | None = None
+        # Weak: the model holds this state, where no collector of cycles sees it.
+        self._model: weakref.ref[DistributedDataParallel] | None = None
+        self._owned = False
+        self._arguments = kwargs
+        self._count_unused = count_unused
+        self._none_if_empty = none_if_empty
+        self._record = record
+        self._closed = False
+        self._names: dict[nn.Parameter, str] = {}
+        self._elements = 0  # of the model's buckets
+        # Weights since the last pass: their sum and the last one; None where none was given.
+        self._weight: float | None = None
+        self._latest = 1.0
+        self._reduction: Reduction = "mean"
+        self._weighted = False  # weights have been given at some time
+        self._used: dict[str, float] = {}  # weights of those that used a parameter, by name
+        self._shards: _Shards | None = None
+        # The pass under way.
+        self._pass = _Pass()
+        self._passes = 0
+        self._checked = 0
+        self._steps: deque[StepStats] = deque(maxlen=_KEPT_STEPS)
+        if source is None:
+            return
         if isinstance(source, DistributedDataParallel):
-            self.communicator = Communicator(source.process_group, **kwargs)
-            self._owned = True
+            self._bind(source)
         elif isinstance(source, Communicator):
             if kwargs:
                 raise TypeError(f"expected no {sorted(kwargs)} beside a communicator")
-            self.communicator = source
-            self._owned = False
+            self._communicator = source
+            self._start_recording()
         else:
             raise TypeError(
-                "source: expected a Communicator or a DistributedDataParallel model, "
+                "source: expected a Communicator, a DistributedDataParallel model or None, "
                 f"got {type(source).__name__}"
             )
 
+    # -- its model ----------------------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Communicator:
+        """The model's communicator."""
+        if self._communicator is None:
+            raise RuntimeError("this state is not yet registered on a DDP model")
+        return self._communicator
+
+    def _bind(self, model: DistributedDataParallel) -> None:
+        if self._communicator is None:
+            self._communicator = Communicator(model.process_group, **self._arguments)
+            self._owned = True
+            self._start_recording()
+        self._model = weakref.ref(model)
+        ignored = model.parameters_to_ignore
+        self._names = {
+            parameter: name
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
+        self._elements = sum(map(_elements, self._names))
+        if not self._count_unused:
+            for parameter in self._names:
+                parameter.register_hook(_noting(weakref.ref(self), self._names[parameter]))
+
+    def _find_model(self) -> DistributedDataParallel:
+        """The one on which this state is registered. Raises if there is none, or another one."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            found = [
+                each
+                for each in gc.get_objects()
+                if issubclass(type(each), DistributedDataParallel)
+                and any(state is self for _, state in each._comm_hooks)
+            ]
+            if len(found) != 1:
+                raise RuntimeError(
+                    f"expected a state registered on one DDP model, this one is on {len(found)}"
+                )
+            model = found[0]
+            self._bind(model)
+        return model
+
+    def note_use(self, name: str) -> None:
+        """This rank has used a parameter in the pass under way."""
+        before = self._used.get(name, 0.0)
+        self._used[name] = before + self._latest if self._weighted else 1.0
+
+    def _start_recording(self) -> None:
+        core = self.communicator._core
+        if self._record and core is not None:
+            core.record(True)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def weight(self, n: float, reduction: Reduction = "mean") -> None:
+        """How many samples (tokens ...) the next backward pass is over: gradients become the mean
+        over all ranks' samples, whatever each rank's number, instead of the mean of the ranks.
+
+        To be called before every backward pass, or never; weights of passes under ``no_sync()`` add
+        up until the next synchronised one.
+
+        Args:
+            n: not negative. 0: this rank's gradients do not count, whatever they hold. Where the
+                sum over the ranks is 0, gradients are 0 (or None, see ``none_if_empty``).
+            reduction: what this rank's ``.grad`` is when it is reduced. ``mean``: the mean over its
+                n samples; the result is sum(n x grad) / sum(n). ``sum``: the sum over its samples,
+                as of a loss with ``reduction="sum"``; the result is sum(grad) / sum(n), right also
+                where micro-batches of different sizes are accumulated.
+        """
+        if not 0 <= n < math.inf:
+            raise ValueError(f"n: expected a finite number that is not negative, got {n}")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
+        if self._weight is not None and reduction != self._reduction:
+            raise ValueError(
+                f"reduction: expected {self._reduction!r} as in the micro-batches before, "
+                f"got {reduction!r}"
+            )
+        self._weighted = True
+        self._reduction = reduction
+        self._latest = float(n)
+        if self._shards is not None:
+            self._shards.weigh(float(n), reduction)
+        self._weight = (self._weight or 0.0) + float(n)
+
+    def _factors(self, joined: bool) -> tuple[float, float | None]:
+        """Scale and weight of this rank's buckets in a pass."""
+        if self._shards is not None:
+            return 1.0, self._shards.total(self._weighted)
+        if self._weighted:
+            if joined:
+                return 0.0, 0.0
+            if self._weight is None:
+                raise ValueError(_NO_WEIGHT)
+            own = self._weight
+            return own if self._reduction == "mean" else float(own > 0), own
+        # Only a model that has been within join() has the attribute.
+        if not getattr(self._find_model(), "_divide_by_initial_world_size", True):
+            return 1.0, float(not joined)
+        return 1.0, None
+
+    # -- buckets ------------------------------------------------------------------------------
+
+    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """What :func:`all_reduce_hook` does. Raises what concerns this rank alone."""
+        buffer = bucket.buffer()
+        last = bucket.is_last()
+        current = self._enter(buffer.numel(), last)
+        note = self._note(current, buffer)
+        if buffer.is_sparse:
+            averaged = self._average_sparse(bucket, current, note)
+        elif self._shards is not None:
+            averaged = self._average_shards(bucket, current, note)
+        else:
+            # DDP waits as soon as it has the last bucket's Future.
+            averaged = self.communicator.all_reduce_future(
+                buffer,
+                scale=current.scale,
+                weight=current.weight,
+                move=True,
+                at_once=last,
+                done=note,
+            )
+        if not self._count_unused:
+            averaged = self._recount(bucket, current, averaged)
+        settled: Future[Tensor] = averaged.then(current.settle)
+        return settled
+
+    def average_gradient(self, gradient: Tensor) -> None:
+        """The same for one parameter's gradient, at once."""
+        if self._shards is not None:
+            raise RuntimeError("shards() needs DDP's own reducer, not the compiled python_reducer")
+        current = self._enter(gradient.numel(), False, joined=False)
+        self.communicator.all_reduce(gradient, scale=current.scale, weight=current.weight)
+
+    def _enter(self, elements: int, last: bool, joined: bool | None = None) -> "_Pass":
+        """The pass to which so many more elements belong."""
+        if self._closed:
+            raise RuntimeError("this state is closed")
+        self._find_model()
+        current = self._pass
+        if joined is None:
+            # DDP calls the hook with zeros outside of any backward pass.
+            joined = torch._C._current_graph_task_id() == -1
+        if current.elements == 0:
+            current.joined = joined
+            current.scale, current.weight = self._factors(joined)
+        current.elements += elements
+        if last or current.elements >= self._elements:
+            self._pass = _Pass()
+            self._passes += 1
+            self._weight = None
+            if not joined and (self._record or self._none_if_empty):
+                _after_backward(current.stats.end_backward, lambda: self._end_pass(current))
+        return current
+
+    def _average_sparse(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        current: "_Pass",
+        note: Callable[[_C.Work], None] | None,
+    ) -> Future[Tensor]:
+        """Waits for its peers: which rows there are decides what is sent."""
+        gradient = bucket.buffer()
+        if self._shards is not None:
+            gradient = self._shards.finish(bucket)
+
+        def reduce(rows: Tensor) -> None:
+            self.communicator.all_reduce_future(
+                rows, scale=current.scale, weight=current.weight, done=note
+            ).wait()
+
+        averaged: Future[Tensor] = Future(devices=[gradient.device] if gradient.is_cuda else None)
+        averaged.set_result(sparse.all_reduce(self.communicator, gradient, reduce))
+        return averaged
+
+    def _average_shards(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        current: "_Pass",
+        note: Callable[[_C.Work], None] | None,
+    ) -> Future[Tensor]:
+        assert self._shards is not None
+        buffer: Tensor = bucket.buffer()
+        sums = self._shards.finish(bucket)
+        averaged: Future[Tensor] = self.communicator.all_reduce_future(
+            sums, weight=current.weight, move=sums is buffer, done=note
+        )
+        if sums is buffer:
+            return averaged
+
+        def narrow(future: Future[Tensor]) -> Tensor:
+            return buffer.copy_(_value(future))
+
+        return averaged.then(narrow)
+
+    def _recount(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        current: "_Pass",
+        averaged: Future[Tensor],
+    ) -> Future[Tensor]:
+        """Replaces the divisor of parameters that not all ranks used."""
+        parameters = bucket.parameters()
+        own = 0.0 if current.joined else 1.0 if current.weight is None else current.weight
+        parts = [self._used.pop(self._names[parameter], 0.0) for parameter in parameters]
+        counts = torch.tensor([own, *parts], dtype=torch.float64)
+        counted = self.communicator.all_reduce_future(counts, "sum")
+
+        def correct(both: Future[list[Future[Tensor]]]) -> Tensor:
+            result, sums = (_value(each) for each in both.value())
+            total, *used = sums.tolist()
+            if result.is_sparse:
+                return result * (total / used[0]) if 0 < used[0] != total else result
+            for part, view in zip(used, _parts(result, parameters), strict=True):
+                if 0 < part != total:
+                    view.mul_(total / part)
+            return result
+
+        return torch.futures.collect_all([averaged, counted]).then(correct)
+
+    # -- the end of a pass --------------------------------------------------------------------
+
+    def _note(self, current: "_Pass", buffer: Tensor) -> Callable[[_C.Work], None] | None:
+        """What is to be remembered of a bucket, if anything is."""
+        if not self._record and not self._none_if_empty:
+            return None
+        entry = None
+        if self._record:
+            entry = BucketStats(
+                index=len(current.stats.buckets),
+                nbytes=buffer._values().nbytes if buffer.is_sparse else buffer.nbytes,
+                algorithm="sparse" if buffer.is_sparse else self.communicator.algorithm(buffer),
+                submitted=time.monotonic(),
+            )
+            current.stats.buckets.append(entry)
+
+        def done(work: _C.Work) -> None:
+            current.empty = work.total == 0
+            if entry is not None:
+                entry.note(work.account)
+
+        return done
+
+    def _end_pass(self, current: "_Pass") -> None:
+        """All buckets have been averaged, and the gradients are in place."""
+        if self._record:
+            self._steps.append(current.stats)
+        if self._none_if_empty and current.empty:
+            for parameter in self._names:
+                parameter.grad = None
+
+    def stats(self) -> list[StepStats]:
+        """The last synchronised passes, at most 1,000, the oldest first. Times are known where the
+        ranks share memory."""
+        if not self._record:
+            raise RuntimeError("nothing is recorded: create the state with record=True")
+        return list(self._steps)
+
+    def check_synchronized(self) -> None:
+        """To be called before the optimizer's step.
+
+        Raises:
+            UnsynchronizedError: no backward pass since the last check has averaged the gradients:
+                the module inside was called instead of the DDP model, or all was under
+                ``no_sync()``.
+        """
+        if self._passes == self._checked:
+            raise UnsynchronizedError(
+                "the gradients of this step have not been averaged over the ranks: no backward "
+                "pass of the DDP model since the last step was synchronised (was its inner module "
+                "called, or every pass under no_sync()?)"
+            )
+        self._checked = self._passes
+
+    def check(self, optimizer: Optimizer) -> RemovableHandle:
+        """Makes every ``optimizer.step()`` begin with :meth:`check_synchronized`."""
+        return optimizer.register_step_pre_hook(lambda *_: self.check_synchronized())
+
+    # -- accumulation -------------------------------------------------------------------------
+
+    def shards(self, count: int) -> Iterator[int]:
+        """The numbers of this rank's logical shards of a step, for a loop over them::
+
+            for shard in state.shards(8):
+                loss(ddp(inputs[shard]), targets[shard]).backward()
+            optimizer.step()
+
+        Gradients are the mean over all shards of all ranks, summed in an order that depends on
+        ``count`` alone: training gives the same bits on 1, 2, 4 ... ranks. The step is synchronised
+        once, in the last of the rank's shards. With :meth:`weight` before each backward pass the
+        mean is weighted by shard. Memory: see :class:`fastreduce.accumulation.TreeAccumulator`.
+
+        Args:
+            count: logical shards of the global batch: a power of two that the number of ranks
+                divides.
+
+        Raises:
+            ValueError: the count does not fit, or gradients are left from before.
+        """
+        model = self._find_model()
+        communicator = self.communicator
+        rank, ranks = communicator.rank, communicator.world_size
+        if count < 1 or count & (count - 1) or count % ranks:
+            raise ValueError(
+                f"count: expected a power of two that the {ranks} ranks divide, got {count}"
+            )
+        for parameter, name in self._names.items():
+            grad = parameter.grad
+            if grad is not None and bool((grad._values() if grad.is_sparse else grad).any()):
+                raise ValueError(f"{name} has a gradient from before: call zero_grad() first")
+        if self._shards is not None:
+            raise RuntimeError("the shards of another step are under way")
+        return self._run_shards(model, rank * (count // ranks), count // ranks)
+
+    def _run_shards(self, model: DistributedDataParallel, first: int, own: int) -> Iterator[int]:
+        for parameter in self._names:
+            parameter.grad = None
+        shards = self._shards = _Shards(list(self._names), own, self.communicator)
+        try:
+            for shard in shards.accumulator.shards():
+                last = shard == own - 1
+                with contextlib.nullcontext() if last else model.no_sync():
+                    yield first + shard
+                shards.end(self._weighted)
+        finally:
+            self._shards = None
+            self._weight = None
+            shards.accumulator.close()
+
+    # -- saving -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be saved with the model and the optimizer to go on exactly: weights given
+        and parameters used since the last synchronised pass, by parameter name. The same keys
+        on every rank, and for every layout of buckets and number of ranks."""
+        self._find_model()
+        return {
+            "format": _FORMAT,
+            "passes": self._passes,
+            "weight": self._weight,
+            "reduction": self._reduction,
+            "weighted": self._weighted,
+            "parameters": {
+                name: {"used": self._used.get(name, 0.0)} for name in self._names.values()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave, for a model with the same parameters.
+
+        Raises:
+            ValueError: names are missing, or unknown; nothing has been changed.
+        """
+        self._find_model()
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"format: expected {_FORMAT}, got {state.get('format')}")
+        saved = state["parameters"]
+        missing = sorted(set(self._names.values()) - set(saved))
+        unknown = sorted(set(saved) - set(self._names.values()))
+        if missing or unknown:
+            raise ValueError(
+                f"parameters: missing {missing or 'none'}, unknown to this model "
+                f"{unknown or 'none'}"
+            )
+        self._passes = self._checked = state["passes"]
+        self._weight, self._reduction = state["weight"], state["reduction"]
+        self._weighted = state["weighted"]
+        self._used = {
+            name: saved[name]["used"] for name in self._names.values() if saved[name]["used"]
+        }
+
+    # -- lifetime -----------------------------------------------------------------------------
+
     def close(self) -> None:
-        """Closes the communicator if this state created it."""
+        """Closes the communicator if this state created it. Later passes raise."""
+        self._end()
         if self._owned:
             self.communicator.close()
+
+    def _end(self) -> None:
+        if self._record and not self._closed and self._communicator is not None:
+            logger.info("rank %d: %s", self.communicator.rank, summary(self._steps))
+        self._closed = True
 
     def __enter__(self) -> "HookState":
         return self
@@ -50,6 +498,7 @@ class HookState:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end()
         if self._owned:
             self.communicator.__exit__(kind, error, trace)
 
@@ -60,33 +509,157 @@ class HookState:
         )
 
 
+def _noting(state: "weakref.ref[HookState]", name: str) -> Callable[[Tensor], None]:
+    """For every gradient of a parameter: this rank has used it."""
+
+    def note(_: Tensor) -> None:
+        found = state()
+        if found is not None:
+            found.note_use(name)
+
+    return note
+
+
+class _Pass:
+    """A synchronised backward pass, bucket by bucket."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.averaged = 0
+        self.joined = False
+        self.scale = 1.0
+        self.weight: float | None = None
+        self.empty = False
+        self.stats = StepStats()
+
+    def settle(self, future: Future[Tensor]) -> Tensor:
+        """The future's value; an error says what became of the step."""
+        try:
+            gradient: Tensor = future.value()
+        except CommunicatorError as error:
+            text = (
+                f"{error} Of this step's gradients {self.averaged} elements had been averaged "
+                "before: discard them all; parameters and optimizer are as they were."
+            )
+            error.args = (text,)
+            raise
+        finally:
+            del future  # which holds the exception that would hold this frame
+        self.averaged += gradient.numel()
+        return gradient
+
+
+class _Shards:
+    """A rank's shards of one step, and their weights."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], count: int, communicator: Communicator
+    ) -> None:
+        self.accumulator = TreeAccumulator(parameters, count)
+        self._empty = communicator.empty
+        self._weights: list[float] = []
+        self._given: float | None = None
+
+    def weigh(self, n: float, reduction: Reduction) -> None:
+        """Of the current shard."""
+        self._given = n
+        self.accumulator.weigh(n if reduction == "mean" else float(n > 0))
+
+    def end(self, weighted: bool) -> None:
+        """The current shard's gradients are there."""
+        self._weights.append(self._own(weighted))
+        self._given = None
+
+    def _own(self, weighted: bool) -> float:
+        if not weighted:
+            return 1.0
+        if self._given is None:
+            raise ValueError(_NO_WEIGHT)
+        return self._given
+
+    def total(self, weighted: bool) -> float:
+        """Of all shards, in the last one."""
+        level = [*self._weights, self._own(weighted)]
+        while len(level) > 1:
+            level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
+        return level[0]
+
+    def finish(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
+        """The bucket's complete sums: in its buffer, or, of 16-bit types, in float32."""
+        buffer: Tensor = bucket.buffer()
+        parameters = bucket.parameters()
+        if buffer.is_sparse:
+            total, _ = self.accumulator.finish(parameters[0])
+            return torch.zeros_like(buffer) if total is None else total
+        sums = buffer
+        if buffer.dtype in (torch.float16, torch.bfloat16):
+            sums = self._empty(buffer.numel(), dtype=torch.float32)
+        for parameter, part in zip(parameters, _parts(sums, parameters), strict=True):
+            total, in_place = self.accumulator.finish(parameter)
+            if in_place:
+                continue
+            if total is None:
+                part.zero_()
+                continue
+            view = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
+            view.as_strided(parameter.shape, parameter.stride()).copy_(total)
+        return sums
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """In a bucket, where complex ones are pairs."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    """Every parameter's part of a flat buffer."""
+    return iter(buffer.split([_elements(parameter) for parameter in parameters]))
+
+
+def _after_backward(computed: Callable[[], None], finished: Callable[[], None]) -> None:
+    """Called by the hook of the last bucket, before DDP queues its own callback, which waits for
+    the Futures: ``computed`` runs before that one and ``finished`` after it, if it succeeds."""
+    engine = torch.autograd.Variable._execution_engine
+
+    def first() -> None:
+        computed()
+        engine.queue_callback(finished)
+
+    engine.queue_callback(first)
+
+
 def all_reduce_hook(
-    state: HookState | Communicator,
+    state: HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks, while backward goes on.
 
     ``ddp.register_comm_hook(state, fastreduce.all_reduce_hook)``. The first time a bucket is
     seen, its buffer is moved into shared memory in place, so that peers read and write it where
-    it lies. Gradients are the mean over the ranks: what DDP gives without a hook, in a fixed
-    order of summation. The bucket holds the accumulated gradient: a second synchronised backward
-    pass without ``zero_grad`` averages what has been averaged, as without this hook.
+    it lies. Gradients are the mean over the ranks (or over samples, see
+    :meth:`HookState.weight`): what DDP gives without a hook, in a fixed order of summation. The
+    bucket holds the accumulated gradient: a second synchronised backward pass without
+    ``zero_grad`` averages what has been averaged, as without this hook. Sparse gradients are
+    averaged row by row, and coalesced.
 
     Never raises: what goes wrong travels through the Future, and ``backward()`` raises it as a
-    RuntimeError (``communicator.error`` is the exception itself). Sparse gradients are refused
-    that way. ``state`` may be the :class:`Communicator` alone.
+    RuntimeError (``state.communicator.error`` is the exception itself).
     """
+    if isinstance(bucket, tuple):  # of a compiled reducer: a gradient and its parameter
+        return compiled.average_gradient_(bucket[0], state.handle)  # type: ignore[no-any-return]
+    averaged: Future[Tensor] = Future()
     try:
-        communicator = state if isinstance(state, Communicator) else state.communicator
-        averaged = communicator.all_reduce_future(bucket.buffer(), move=True)
+        if not isinstance(state, HookState):
+            raise TypeError(f"state: expected a HookState, got {type(state).__name__}")
+        return state.average(bucket)
     except Exception as error:
-        averaged = torch.futures.Future()
-        fail(averaged, error, [])
-    # DDP reads the Future in C++, which knows an exception only if a callback has raised it.
-    return averaged.then(_value)
+        known = isinstance(state, HookState) and state._communicator is not None
+        fail(averaged, error, state.communicator._errors if known else [])
+        # DDP reads the Future in C++, which knows an exception only if a callback has raised it.
+        return averaged.then(_value)
 
 
-def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+def _value(future: Future[Tensor]) -> Tensor:
     try:
         return future.value()
     finally:
@@ -104,7 +677,7 @@ def attach(
     Args:
         ddp: a model without a communication hook.
         timeout: seconds that any one wait for a peer may take.
-        kwargs: passed on to :class:`Communicator`.
+        kwargs: passed on to :class:`HookState`, and from there to :class:`Communicator`.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp: expected a DistributedDataParallel model, got {type(ddp).__name__}")

@@ -1,0 +1,186 @@
+"""Gradient accumulation in one fixed order, however the logical shards are dealt to the ranks.
+
+Sums over ranks run over a binary tree. So do those over a rank's own micro-batches here: a binary
+counter holds a sum for every power of two, like the one that adds ranks in the kernels. A rank's
+part of the tree is a whole branch of it, so 1, 2, 4 or 8 ranks build the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastreduce import sparse
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class TreeAccumulator:
+    """Sums the gradients of one rank's shards of one step, in the order of the tree.
+
+    Between backward passes a parameter's sum of two shards is made by autograd itself, in place in
+    ``.grad``. 16-bit gradients are summed in float32, as the kernels do.
+
+    Memory: beside ``.grad``, one copy of the gradients for every power of two from 2 up to half the
+    number of shards; of 16-bit ones in float32, for every power of two from 1 on.
+
+    Args:
+        parameters: whose ``.grad`` is meant; they hold none.
+        shards: of this rank, a power of two.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shards: int) -> None:
+        self._parameters = parameters
+        self._shards = shards
+        self._levels: list[dict[nn.Parameter, Tensor]] = [{} for _ in range(shards.bit_length())]
+        self._shard = 0
+        # Whose gradients came in this shard, and in the one before.
+        self._fired: set[nn.Parameter] = set()
+        self._fired_before: set[nn.Parameter] = set()
+        self._used: dict[nn.Parameter, int] = {}  # in any shard; sparse dimensions of its gradient
+        self._kept: list[nn.Parameter] = []  # in this shard
+        self._factor: float | None = None
+        # Complete sums that are not in ``.grad``.
+        self._sums: dict[nn.Parameter, Tensor | None] = {}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            for parameter in parameters
+        ]
+
+    def close(self) -> None:
+        """Takes its hooks off the parameters and frees its sums."""
+        for handle in self._handles:
+            handle.remove()
+        self._levels = []
+        self._sums = {}
+
+    def shards(self) -> Iterator[int]:
+        """0 to ``shards - 1``: the caller computes that shard's gradients before the next comes.
+        After the last, :meth:`finish` has to be called for every parameter."""
+        for shard in range(self._shards):
+            self._shard = shard
+            self._fired_before, self._fired = self._fired, set()
+            if self._is_last:
+                for parameter in self._parameters:
+                    self._define(parameter)
+            yield shard
+            if not self._is_last:
+                for parameter in self._parameters:
+                    if parameter not in self._fired:
+                        self._keep(parameter, None)
+                # Not before: DDP takes a parameter without .grad for one that was not used.
+                for parameter in self._kept:
+                    parameter.grad = None
+                self._kept.clear()
+
+    def weigh(self, factor: float) -> None:
+        """The current shard's gradients are multiplied by ``factor``; 0 drops them. Called before
+        its backward pass, for all shards of a step or for none."""
+        self._factor = factor
+
+    def finish(self, parameter: nn.Parameter) -> tuple[Tensor | None, bool]:
+        """In the last shard, when no gradient of the parameter comes any more: its complete sum
+        (None for zero; in float32 for 16 bits), and whether that was in ``.grad`` as soon as its
+        gradient had come."""
+        if parameter not in self._fired:
+            return self._merged(parameter, None, self._adds_in_place(parameter))[0], False
+        if parameter in self._sums:
+            return self._sums[parameter], False
+        return parameter.grad, True
+
+    @property
+    def _is_last(self) -> bool:
+        return self._shard == self._shards - 1
+
+    def _define(self, parameter: nn.Parameter) -> None:
+        """DDP wants a gradient also of what is used in earlier shards only. -0.0 plus anything is
+        that."""
+        if parameter.grad is not None or parameter not in self._used:
+            return
+        dims = self._used[parameter]
+        if dims == 0:
+            parameter.grad = torch.full_like(parameter, -0.0)
+        else:
+            parameter.grad = torch.sparse_coo_tensor(
+                torch.empty((dims, 0), dtype=torch.int64, device=parameter.device),
+                parameter.new_empty((0, *parameter.shape[dims:])),
+                parameter.shape,
+                check_invariants=False,
+            )
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        self._fired.add(parameter)
+        self._used[parameter] = grad.sparse_dim() if grad.is_sparse else 0
+        self._keep(parameter, grad)
+
+    def _keep(self, parameter: nn.Parameter, arrived: Tensor | None) -> None:
+        """One more leaf: what ``.grad`` holds after backward, or None for a zero."""
+        by_autograd = self._adds_in_place(parameter)
+        if by_autograd and not self._shard & 1 and not self._is_last:
+            return  # the next shard is added to it
+        total, level = self._merged(parameter, arrived, by_autograd)
+        if not self._is_last:
+            self._kept.append(parameter)
+            if total is not None:
+                self._levels[level][parameter] = total
+        elif total is not parameter.grad:
+            self._sums[parameter] = total
+
+    def _merged(
+        self, parameter: nn.Parameter, arrived: Tensor | None, by_autograd: bool
+    ) -> tuple[Tensor | None, int]:
+        """The sum of all branches that a leaf completes, and its level."""
+        level = 0
+        if not by_autograd:
+            total = self._leaf(arrived)
+        elif not self._shard & 1:
+            total = arrived
+        else:
+            total, level = parameter.grad, 1
+            # One of the two was a zero: -0.0 + 0.0 is 0.0.
+            if total is not None and (arrived is None or parameter not in self._fired_before):
+                _add_zero(total)
+        while self._shard >> level & 1:
+            total = _joined(self._levels[level].pop(parameter, None), total)
+            level += 1
+        return total, level
+
+    def _adds_in_place(self, parameter: nn.Parameter) -> bool:
+        """Whether autograd may add this gradient to that of the shard before."""
+        grad = parameter.grad
+        return (
+            self._factor is None
+            and parameter.dtype not in _NARROW
+            and (grad is None or not grad.is_sparse)
+            and parameter not in self._levels[0]
+        )
+
+    def _leaf(self, arrived: Tensor | None) -> Tensor | None:
+        if arrived is None or self._factor == 0:
+            return None
+        with torch.no_grad():
+            leaf = arrived.float() if arrived.dtype in _NARROW else arrived
+            return leaf if self._factor in (None, 1) else leaf.mul_(self._factor)
+
+
+def _add_zero(total: Tensor) -> None:
+    with torch.no_grad():
+        (total._values() if total.is_sparse else total).add_(0.0)
+
+
+def _joined(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Their sum; None stands for zeros."""
+    if left is None or right is None:
+        some = right if left is None else left
+        if some is not None:
+            _add_zero(some)
+        return some
+    with torch.no_grad():
+        if right.is_sparse:
+            rows, (a, b) = sparse.union([left, right])
+            return sparse.assemble(rows, a + b, right)
+        return right.add_(left)
