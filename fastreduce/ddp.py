@@ -131,6 +131,8 @@ class HookState:
     def _find_model(self) -> DistributedDataParallel:
         """The one on which this state is registered. Raises if there is none, or another one."""
         model = None if self._model is None else self._model()
+        if self._model is not None and model is None:
+            raise RuntimeError("the DDP model of this state is gone")
         if model is None:
             found = [
                 each
@@ -213,6 +215,8 @@ class HookState:
         last = bucket.is_last()
         current = self._enter(buffer.numel(), last)
         note = self._note(current, buffer)
+        if note is not None and current is not self._pass and not current.joined:
+            _after_backward(current.stats.end_backward, lambda: self._end_pass(current))
         if buffer.is_sparse:
             averaged = self._average_sparse(bucket, current, note)
         elif self._shards is not None:
@@ -256,8 +260,6 @@ class HookState:
             self._pass = _Pass()
             self._passes += 1
             self._weight = None
-            if not joined and (self._record or self._none_if_empty):
-                _after_backward(current.stats.end_backward, lambda: self._end_pass(current))
         return current
 
     def _average_sparse(
@@ -411,12 +413,12 @@ class HookState:
             raise ValueError(
                 f"count: expected a power of two that the {ranks} ranks divide, got {count}"
             )
+        if self._shards is not None:
+            raise RuntimeError("the shards of another step are under way")
         for parameter, name in self._names.items():
             grad = parameter.grad
             if grad is not None and bool((grad._values() if grad.is_sparse else grad).any()):
                 raise ValueError(f"{name} has a gradient from before: call zero_grad() first")
-        if self._shards is not None:
-            raise RuntimeError("the shards of another step are under way")
         return self._run_shards(model, rank * (count // ranks), count // ranks)
 
     def _run_shards(self, model: DistributedDataParallel, first: int, own: int) -> Iterator[int]:

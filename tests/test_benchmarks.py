@@ -58,9 +58,25 @@ def test_all_reduce_under_torchrun(tmp_path):
 
 def test_ddp_step(tmp_path):
     figures = tmp_path / "figures.json"
-    run("benchmarks.ddp_step", "--batches", 4, "--steps", 3, "--json", figures)
-    (result,) = json.loads(figures.read_text())["results"]
-    assert set(result["seconds"]) == {"no communication", "gloo", "fastreduce"}
+    models = ["digits", "resnet", "tiny", "accumulate"]
+    options = ["--batches", 2, "--micro-batches", 2, "--steps", 2, "--json", figures]
+    text = run("benchmarks.ddp_step", "--models", *models, *options)
+    assert "of gloo's" in text and "of bound's" in text and "hook alone" in text
+    results = {result["model"]: result for result in json.loads(figures.read_text())["results"]}
+    assert list(results) == models
+    base, ours = "no communication", "fastreduce"
+    for model in ["digits", "resnet"]:
+        assert set(results[model]["seconds"]) == {base, "gloo", ours, "bound"}
+        assert set(results[model]["added_seconds"]) == {"gloo", ours}
+    # What the bound moves: all gradients, in float32.
+    assert sum(results["digits"]["bucket_bytes"]) == 4 * 151_306
+    assert sum(results["resnet"]["bucket_bytes"]) == 4 * 11_173_962
+    assert set(results["tiny"]["hook_seconds"]) == {base, "torch's hook", ours}
+    assert set(results["accumulate"]["added_seconds"]) == {ours, "fastreduce's shards"}
+    assert results["accumulate"]["shards_of_plain"] > 0
+    for result in results.values():
+        assert all(seconds > 0 for seconds in result["seconds"].values())
+        assert all(seconds > 0 for seconds in result["hook_seconds"].values())
 
 
 def test_pytest_benchmark():

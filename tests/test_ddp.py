@@ -278,40 +278,50 @@ def test_error_in_backward(ranks):
     assert ranks(2).run(failing) == [0.5, 0.5]
 
 
-def sparse():
-    ddp = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
-    with (
-        fastreduce.attach(ddp, timeout=TIMEOUT) as state,
-        pytest.raises(RuntimeError, match="sparse gradients"),
-    ):
-        ddp(torch.tensor([1, 2])).sum().backward()
-    assert isinstance(state.communicator.error, ValueError)
-    with pytest.raises(RuntimeError, match="closed"):
-        state.communicator.barrier()
-
-
-def test_sparse_gradients_are_refused(ranks):
-    ranks(2).run(sparse)
-
-
 def states():
-    """The communicator alone will do as state; what will not is an error of backward, each time."""
+    """What is no HookState is an error of backward, each time, as is a state of two models."""
     comm = fastreduce.Communicator(timeout=TIMEOUT)
-    model = nn.Linear(4, 2)
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(comm, fastreduce.all_reduce_hook)
-    ddp(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
-    wrong = DistributedDataParallel(nn.Linear(4, 2))
-    wrong.register_comm_hook(None, fastreduce.all_reduce_hook)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="'NoneType' object has no attribute"):
-            wrong(torch.ones(1, 4)).sum().backward()
+    for wrong in (None, comm):
+        ddp = DistributedDataParallel(nn.Linear(4, 2))
+        ddp.register_comm_hook(wrong, fastreduce.all_reduce_hook)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="state: expected a HookState, got"):
+                ddp(torch.ones(1, 4)).sum().backward()
+    models = [DistributedDataParallel(nn.Linear(4, 2)) for _ in range(2)]
+    state = fastreduce.HookState(comm)
+    for ddp in models:
+        ddp.register_comm_hook(state, fastreduce.all_reduce_hook)
+    with pytest.raises(RuntimeError, match="on one DDP model, this one is on 2"):
+        models[0](torch.ones(1, 4)).sum().backward()
     comm.close()
-    return model.weight.grad[0, 0].item()
 
 
-def test_states(ranks):
-    assert ranks(2).run(states) == [0.5, 0.5]
+def test_wrong_states(ranks):
+    ranks(2).run(states)
+
+
+def made_first():
+    """A state made before its model takes the model's group, not the default one."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    state = fastreduce.HookState(timeout=TIMEOUT)
+    with pytest.raises(RuntimeError, match="not yet registered"):
+        print(state.communicator)
+    with pytest.raises(RuntimeError, match="is on 0"):
+        state.shards(4)
+    ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), process_group=pairs[rank // 2])
+    ddp.register_comm_hook(state, fastreduce.all_reduce_hook)
+    ddp(torch.full((1, 3), float(rank))).sum().backward()
+    averaged = ddp.module.weight.grad[0, 0].item()
+    assert state.communicator.world_size == 2
+    state.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ddp(torch.full((1, 3), float(rank))).sum().backward()
+    return averaged
+
+
+def test_state_made_before_its_model(ranks):
+    assert ranks(4).run(made_first) == [0.5, 0.5, 2.5, 2.5]
 
 
 def test_hook_signature():
@@ -324,5 +334,5 @@ def test_hook_signature():
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         fastreduce.attach(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="Communicator or a DistributedDataParallel"):
-        fastreduce.HookState(None)
+    with pytest.raises(TypeError, match="Communicator, a DistributedDataParallel"):
+        fastreduce.HookState(nn.Linear(2, 2))
