@@ -24,16 +24,24 @@ class TreeAccumulator:
     ``.grad``. 16-bit gradients are summed in float32, as the kernels do.
 
     Memory: beside ``.grad``, one copy of the gradients for every power of two from 2 up to half the
-    number of shards; of 16-bit ones in float32, for every power of two from 1 on.
+    number of shards; of 16-bit ones in float32, for every power of two from 1 on, and one for the
+    sum. It is kept in ``spares`` for the next step: fresh memory costs as much time as the sums.
 
     Args:
         parameters: whose ``.grad`` is meant; they hold none.
         shards: of this rank, a power of two.
+        spares: memory for sums, by parameter, from the step before.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shards: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        shards: int,
+        spares: dict[nn.Parameter, list[Tensor]] | None = None,
+    ) -> None:
         self._parameters = parameters
         self._shards = shards
+        self._spares = {} if spares is None else spares
         self._levels: list[dict[nn.Parameter, Tensor]] = [{} for _ in range(shards.bit_length())]
         self._shard = 0
         # Whose gradients came in this shard, and in the one before.
@@ -53,6 +61,9 @@ class TreeAccumulator:
         """Takes its hooks off the parameters and frees its sums."""
         for handle in self._handles:
             handle.remove()
+        for parameter, total in self._sums.items():
+            if total is not None and not total.is_sparse:
+                self._spare(parameter, total)
         self._levels = []
         self._sums = {}
 
@@ -121,7 +132,12 @@ class TreeAccumulator:
         """One more leaf: what ``.grad`` holds after backward, or None for a zero."""
         by_autograd = self._adds_in_place(parameter)
         if by_autograd and not self._shard & 1 and not self._is_last:
-            return  # the next shard is added to it
+            # The next shard is added to it. Autograd has made new memory for this one: it goes
+            # back at once, where the next gradient finds it in the cache.
+            if arrived is not None:
+                with torch.no_grad():
+                    parameter.grad = self._moved(parameter, arrived)
+            return
         total, level = self._merged(parameter, arrived, by_autograd)
         if not self._is_last:
             self._kept.append(parameter)
@@ -136,7 +152,7 @@ class TreeAccumulator:
         """The sum of all branches that a leaf completes, and its level."""
         level = 0
         if not by_autograd:
-            total = self._leaf(arrived)
+            total = self._leaf(parameter, arrived)
         elif not self._shard & 1:
             total = arrived
         else:
@@ -145,7 +161,10 @@ class TreeAccumulator:
             if total is not None and (arrived is None or parameter not in self._fired_before):
                 _add_zero(total)
         while self._shard >> level & 1:
-            total = _joined(self._levels[level].pop(parameter, None), total)
+            left = self._levels[level].pop(parameter, None)
+            total, spare = _joined(left, total)
+            if spare is not None:
+                self._spare(parameter, spare)
             level += 1
         return total, level
 
@@ -159,12 +178,26 @@ class TreeAccumulator:
             and parameter not in self._levels[0]
         )
 
-    def _leaf(self, arrived: Tensor | None) -> Tensor | None:
+    def _leaf(self, parameter: nn.Parameter, arrived: Tensor | None) -> Tensor | None:
         if arrived is None or self._factor == 0:
             return None
         with torch.no_grad():
-            leaf = arrived.float() if arrived.dtype in _NARROW else arrived
+            leaf = arrived
+            if not arrived.is_sparse:
+                leaf = self._moved(parameter, arrived)
+            if leaf.dtype in _NARROW:
+                leaf = leaf.float()
             return leaf if self._factor in (None, 1) else leaf.mul_(self._factor)
+
+    def _moved(self, parameter: nn.Parameter, arrived: Tensor) -> Tensor:
+        """The gradient, in memory left from another one if there is some."""
+        spares = self._spares.get(parameter)
+        return spares.pop().copy_(arrived) if spares else arrived
+
+    def _spare(self, parameter: nn.Parameter, memory: Tensor) -> None:
+        spares = self._spares.setdefault(parameter, [])
+        if len(spares) < len(self._levels):
+            spares.append(memory)
 
 
 def _add_zero(total: Tensor) -> None:
@@ -172,15 +205,15 @@ def _add_zero(total: Tensor) -> None:
         (total._values() if total.is_sparse else total).add_(0.0)
 
 
-def _joined(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Their sum; None stands for zeros."""
+def _joined(left: Tensor | None, right: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Their sum, and memory of theirs that is left over. None stands for zeros."""
     if left is None or right is None:
         some = right if left is None else left
         if some is not None:
             _add_zero(some)
-        return some
+        return some, None
     with torch.no_grad():
         if right.is_sparse:
             rows, (a, b) = sparse.union([left, right])
-            return sparse.assemble(rows, a + b, right)
-        return right.add_(left)
+            return sparse.assemble(rows, a + b, right), None
+        return right.add_(left), left

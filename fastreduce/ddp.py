@@ -82,6 +82,7 @@ class HookState:
         self._weighted = False  # weights have been given at some time
         self._used: dict[str, float] = {}  # weights of those that used a parameter, by name
         self._shards: _Shards | None = None
+        self._spares: dict[nn.Parameter, list[Tensor]] = {}  # memory of the shards' sums
         # The pass under way.
         self._pass = _Pass()
         self._passes = 0
@@ -424,9 +425,10 @@ class HookState:
     def _run_shards(self, model: DistributedDataParallel, first: int, own: int) -> Iterator[int]:
         for parameter in self._names:
             parameter.grad = None
-        shards = self._shards = _Shards(list(self._names), own, self.communicator)
+        accumulator = TreeAccumulator(list(self._names), own, self._spares)
+        shards = self._shards = _Shards(accumulator, self.communicator)
         try:
-            for shard in shards.accumulator.shards():
+            for shard in accumulator.shards():
                 last = shard == own - 1
                 with contextlib.nullcontext() if last else model.no_sync():
                     yield first + shard
@@ -434,7 +436,7 @@ class HookState:
         finally:
             self._shards = None
             self._weight = None
-            shards.accumulator.close()
+            accumulator.close()
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -490,6 +492,7 @@ class HookState:
         if self._record and not self._closed and self._communicator is not None:
             logger.info("rank %d: %s", self.communicator.rank, summary(self._steps))
         self._closed = True
+        self._spares.clear()
 
     def __enter__(self) -> "HookState":
         return self
@@ -554,10 +557,8 @@ class _Pass:
 class _Shards:
     """A rank's shards of one step, and their weights."""
 
-    def __init__(
-        self, parameters: list[nn.Parameter], count: int, communicator: Communicator
-    ) -> None:
-        self.accumulator = TreeAccumulator(parameters, count)
+    def __init__(self, accumulator: TreeAccumulator, communicator: Communicator) -> None:
+        self.accumulator = accumulator
         self._empty = communicator.empty
         self._weights: list[float] = []
         self._given: float | None = None

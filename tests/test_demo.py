@@ -18,7 +18,7 @@ from fastreduce import demo
 from fastreduce.__main__ import main
 
 EPOCHS = 4
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_digits.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 COMMAND = [sys.executable, "-m", "fastreduce", "demo", "--epochs"]
 
 
@@ -155,11 +155,11 @@ def test_failing_rank_ends_the_others(tmp_path, monkeypatch):
     assert left_in(tmp_path) == []
 
 
-def test_example():
+def run_example(name: str, ranks: int) -> str:
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", "2", str(EXAMPLE)),
+            *("--standalone", "--nproc-per-node", str(ranks), str(EXAMPLES / name)),
         ],
         capture_output=True,
         text=True,
@@ -167,8 +167,20 @@ def test_example():
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    [accuracy] = re.findall(r"^test accuracy (\S+)$", ended.stdout, re.MULTILINE)
+    return ended.stdout
+
+
+def test_example():
+    output = run_example("train_digits.py", 2)
+    [accuracy] = re.findall(r"^test accuracy (\S+)$", output, re.MULTILINE)
     assert percent(accuracy) > 95
+
+
+def test_example_on_any_number_of_ranks():
+    lines = {run_example("train_digits_any_ranks.py", ranks).strip() for ranks in (1, 2, 4)}
+    [line] = lines
+    [accuracy] = re.findall(r"^test accuracy (\S+), parameters [0-9a-f]{16}$", line)
+    assert percent(accuracy) > 90
 
 
 def test_clock_counts_overlapping_calls_once(monkeypatch):
