@@ -46,7 +46,8 @@ class HookState:
             on which the state is registered, and does as if that had been given.
         count_unused: whether a rank that did not use a parameter counts in the divisor of its mean,
             as in DDP. If not, a parameter's mean is over the ranks that used it (needs
-            ``find_unused_parameters=True``; one more small call for every bucket).
+            ``find_unused_parameters=True`` and a state made with its model; one more small call
+            for every bucket).
         none_if_empty: gradients become None after a pass whose weights' sum is 0, instead of 0 (on
             the CPU).
         record: keep :meth:`stats`.
@@ -145,6 +146,11 @@ class HookState:
                 raise RuntimeError(
                     f"expected a state registered on one DDP model, this one is on {len(found)}"
                 )
+            if not self._count_unused and torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "count_unused=False: gradients have been computed before this state has met "
+                    "its model; make it with the model"
+                )
             model = found[0]
             self._bind(model)
         return model
@@ -204,7 +210,7 @@ class HookState:
             own = self._weight
             return own if self._reduction == "mean" else float(own > 0), own
         # Only a model that has been within join() has the attribute.
-        if not getattr(self._find_model(), "_divide_by_initial_world_size", True):
+        if not self._find_model().__dict__.get("_divide_by_initial_world_size", True):
             return 1.0, float(not joined)
         return 1.0, None
 
@@ -383,8 +389,33 @@ class HookState:
         self._checked = self._passes
 
     def check(self, optimizer: Optimizer) -> RemovableHandle:
-        """Makes every ``optimizer.step()`` begin with :meth:`check_synchronized`."""
-        return optimizer.register_step_pre_hook(lambda *_: self.check_synchronized())
+        """Makes every ``optimizer.step()`` call :meth:`check_synchronized` before it changes
+        parameters: at its begin or, where it is given a closure, after that.
+
+        Raises:
+            TypeError: ``optimizer`` only wraps one (Accelerate's), and has no hooks of its own.
+        """
+
+        def check(_: Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
+            optimizer, *given = arguments
+            closure = given[0] if given else named.get("closure")
+            if closure is None:
+                self.check_synchronized()
+                return None
+
+            def checked() -> Any:
+                loss = closure()
+                self.check_synchronized()
+                return loss
+
+            return (optimizer, checked), {}
+
+        try:
+            return optimizer.register_step_pre_hook(check)
+        except AttributeError as error:
+            raise TypeError(
+                f"optimizer: expected one of torch's own, got {type(optimizer).__name__}"
+            ) from error
 
     # -- accumulation -------------------------------------------------------------------------
 
@@ -650,13 +681,13 @@ def all_reduce_hook(
     """
     if isinstance(bucket, tuple):  # of a compiled reducer: a gradient and its parameter
         return compiled.average_gradient_(bucket[0], state.handle)  # type: ignore[no-any-return]
-    averaged: Future[Tensor] = Future()
     try:
         if not isinstance(state, HookState):
             raise TypeError(f"state: expected a HookState, got {type(state).__name__}")
         return state.average(bucket)
     except Exception as error:
         known = isinstance(state, HookState) and state._communicator is not None
+        averaged: Future[Tensor] = Future()
         fail(averaged, error, state.communicator._errors if known else [])
         # DDP reads the Future in C++, which knows an exception only if a callback has raised it.
         return averaged.then(_value)

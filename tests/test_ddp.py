@@ -313,6 +313,11 @@ def made_first():
     ddp.register_comm_hook(state, fastreduce.all_reduce_hook)
     ddp(torch.full((1, 3), float(rank))).sum().backward()
     averaged = ddp.module.weight.grad[0, 0].item()
+    late = fastreduce.HookState(count_unused=False)
+    other = DistributedDataParallel(nn.Linear(3, 1), process_group=pairs[rank // 2])
+    other.register_comm_hook(late, fastreduce.all_reduce_hook)
+    with pytest.raises(RuntimeError, match="make it with the model"):
+        other(torch.ones(1, 3)).sum().backward()
     assert state.communicator.world_size == 2
     state.close()
     with pytest.raises(RuntimeError, match="closed"):

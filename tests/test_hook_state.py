@@ -179,3 +179,38 @@ def off():
 
 def test_nothing_is_recorded_unasked(ranks):
     ranks(2).run(off)
+
+
+def checked():
+    """An optimizer with a closure runs backward within its step: that is when it is checked."""
+    model = Net("a")
+    ddp = DistributedDataParallel(model)
+    x = torch.ones(2, 40)
+
+    def closure(module):
+        def run():
+            optimizer.zero_grad()
+            loss = module(x).square().sum()
+            loss.backward()
+            return loss
+
+        return run
+
+    with fastreduce.attach(ddp, timeout=TIMEOUT) as state:
+        for kind in (torch.optim.SGD, torch.optim.LBFGS):
+            optimizer = kind(ddp.parameters(), lr=0.01)
+            handle = state.check(optimizer)
+            optimizer.step(closure(ddp))
+            optimizer.step(closure=closure(ddp))
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(fastreduce.UnsynchronizedError, match="inner module"):
+                optimizer.step(closure(model))
+            assert all(map(torch.equal, model.parameters(), before))
+            handle.remove()
+            optimizer.step(closure(model))  # nobody looks any more
+        with pytest.raises(TypeError, match=r"expected one of torch's own, got object"):
+            state.check(object())
+
+
+def test_check_with_a_closure(ranks):
+    ranks(2).run(checked)
