@@ -38,16 +38,16 @@ class Allocation {
       : owner_(owner), bytes_(bytes) {
     const Descriptor fd = create_segment(bytes);
     mapping_ = Mapping(fd.get(), bytes);
-    id_ = owner->add_segment(fd.get(), mapping_.data(), bytes);
-    owner->add_allocation(id_, mapping_.data());
+    id_ = owner->segments().add(fd.get(), mapping_.data(), bytes);
+    owner->segments().add_allocation(id_, mapping_.data());
   }
   Allocation(const Allocation&) = delete;
   Allocation& operator=(const Allocation&) = delete;
   ~Allocation() {
     const auto owner = owner_.lock();
     if (owner == nullptr || owner->forked()) return;
-    owner->remove_allocation(mapping_.data());
-    owner->remove_segment(id_);
+    owner->segments().remove_allocation(mapping_.data());
+    owner->segments().remove(id_);
   }
   py::buffer_info info() const {
     return py::buffer_info(mapping_.data(), 1, py::format_descriptor<std::uint8_t>::format(),
@@ -204,12 +204,13 @@ PYBIND11_MODULE(_C, m) {
            py::call_guard<py::gil_scoped_release>())
       .def("add_segment",
            [](HostCommunicator& self, int fd, Address base, std::size_t bytes) {
-             return self.add_segment(fd, reinterpret_cast<const void*>(base), bytes);
+             return self.segments().add(fd, reinterpret_cast<const void*>(base), bytes);
            })
-      .def("remove_segment", &HostCommunicator::remove_segment)
+      .def("remove_segment", [](HostCommunicator& self, int id) { self.segments().remove(id); })
       .def("is_allocation",
-           [](const HostCommunicator& self, Address base) {
-             return self.is_allocation(reinterpret_cast<const void*>(base));
+           [](HostCommunicator& self, Address base) {
+             self.refuse_child();
+             return self.segments().is_allocation(reinterpret_cast<const void*>(base));
            })
       .def(
           "close",

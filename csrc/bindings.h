@@ -13,8 +13,6 @@ using namespace fastreduce;
 
 namespace {
 
-using Address = std::uintptr_t;
-
 // What stays the same in calls alike: kind, dtype, op and algorithm, a byte each, and the shape.
 inline std::uint64_t plan(int kind, int dtype, int op, int algorithm, std::uint32_t shape) {
   const auto codes = static_cast<std::uint32_t>(kind | dtype << 8 | op << 16 | algorithm << 24);

@@ -18,7 +18,7 @@ struct Threads {
 
 template <class Body>
 __device__ void each_tile(const Moves& moves, const Body& body) {
-  const std::uint64_t tiles = moves.move[moves.count - 1].end;
+  const std::uint64_t tiles = tiles_of(moves);
   for (std::uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) body(tile);
 }
 

@@ -39,7 +39,7 @@ inline bool add_move(Moves& moves, const void* from, void* to, std::uint64_t cou
   return true;
 }
 
-inline std::uint64_t tiles_of(const Moves& moves) {
+FR_FN std::uint64_t tiles_of(const Moves& moves) {
   return moves.count == 0 ? 0 : moves.move[moves.count - 1].end;
 }
 

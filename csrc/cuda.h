@@ -49,8 +49,6 @@ struct Launch {
   std::uint64_t timeout_ns = 0;
 };
 
-using Address = std::uintptr_t;
-
 // The CUDA runtime, as far as it is used. Everything is on the current device; errors are thrown.
 class Driver {
  public:

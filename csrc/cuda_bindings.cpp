@@ -9,8 +9,6 @@ PYBIND11_MODULE(_cuda, m) {
   translate_failures();
 
   m.attr("GRID_LIMIT") = kGridLimit;
-  m.attr("LINE_RANKS") = kLineRanks;
-  m.attr("SEGMENTS") = kSegments;
 
   m.def("problem", [] { return cuda_driver().problem(); });
   m.def("resident_blocks", [] { return cuda_driver().resident_blocks(); });

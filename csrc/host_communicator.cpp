@@ -1,6 +1,5 @@
 #include "host_communicator.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -18,9 +17,6 @@ namespace {
 
 // How long a rank that gave up waits for peers that write into its tensor.
 constexpr std::chrono::seconds kStopWait{5};
-
-// Segments that peers are told to unmap in one call.
-constexpr std::size_t kRemovalsPerCall = 16;
 
 // Every so many staged calls the distance between the ranks' cores is measured anew, as the
 // time of a barrier in the quicker of two groups. Within one cache a barrier was seen to take 40
@@ -112,8 +108,7 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
   view_.rank = rank;
   progress_.assign(options.blocks, {options.first_epoch, options.first_epoch, options.first_epoch});
   areas_.resize(world);
-  remote_.resize(world);
-  messages_read_.resize(world);
+  segments_.open(world, rank, options.timeout);
   calls_.resize(world);
   begun_ = progress_;
 
@@ -368,9 +363,8 @@ double HostCommunicator::execute(Call call, const void* in, void* out, const Wat
   record.kind = call.kind;
   record.epoch = epoch_;
   try {
-    if (!one_shot) locate(call, in, bytes);
-    if (call.segment >= 0 || removals_waiting_) send_messages(call.segment);
-    call.messages = messages_sent_;
+    if (!one_shot) segments_.locate(call, in, bytes);
+    call.messages = segments_.tell(peers_, call.segment);
     job.call = call;
     if (one_shot && bytes != 0 && (call.kind != Kind::broadcast || call.root == view_.rank))
       std::memcpy(view_.slot(view_.rank, epoch_), in, bytes);
@@ -419,8 +413,7 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Watch& watch) 
   const Call& call = job.call;
   const Call* const calls = job.calls;
   for (int p = 0; p < view_.world(); ++p)
-    if (p != view_.rank && calls[p].messages != messages_read_[p])
-      read_messages(p, calls[p].messages);
+    if (p != view_.rank) segments_.hear(peers_, p, calls[p].messages);
   if (call.count == 0) return;
   // A rank alone has no neighbour and needs no slot.
   if (view_.world() == 1) job.call.algorithm = Algorithm::two_shot;
@@ -514,20 +507,6 @@ void HostCommunicator::help(int index) {
   }
 }
 
-// The segment and offset of a tensor that peers can map; one that ends outside is staged.
-void HostCommunicator::locate(Call& call, const void* in, std::size_t bytes) {
-  const auto* begin = static_cast<const char*>(in);
-  std::lock_guard<std::mutex> lock(control_mutex_);
-  if (call.segment < 0) {
-    const auto after = allocations_.upper_bound(begin);
-    if (after == allocations_.begin()) return;
-    call.segment = std::prev(after)->second;
-  }
-  const Own& own = own_.at(call.segment);
-  call.offset = static_cast<std::uint64_t>(begin - own.base);
-  if (call.offset + bytes > own.bytes) call.segment = -1;
-}
-
 // Every rank decides from the same announcements, so all decide alike.
 void HostCommunicator::resolve(Job& job) const {
   const Call* const calls = job.calls;
@@ -536,89 +515,9 @@ void HostCommunicator::resolve(Job& job) const {
     if (rooted && p != job.call.root) continue;
     if (view_.world() > 1 && calls[p].segment < 0) return;
     job.peers[p] = p == view_.rank ? const_cast<void*>(job.in)
-                                   : remote_[p].at(calls[p].segment).data() + calls[p].offset;
+                                   : segments_.of(p, calls[p].segment) + calls[p].offset;
   }
   job.direct = true;
-}
-
-void HostCommunicator::read_messages(int peer, std::uint32_t until) {
-  const auto deadline = Clock::now() + options_.timeout;
-  while (messages_read_[peer] != until) {
-    Descriptor fd;
-    const Message message = peers_.receive(peer, &fd, deadline);
-    ++messages_read_[peer];
-    if (message.type == Message::Type::map)
-      remote_[peer].emplace(message.id, Mapping(fd.get(), message.bytes));
-    else
-      remote_[peer].erase(message.id);
-  }
-}
-
-void HostCommunicator::tell_peers(const Message& message, int fd) {
-  const auto deadline = Clock::now() + options_.timeout;
-  for (int p = 0; p < view_.world(); ++p)
-    if (p != view_.rank && !peers_.lost(p)) peers_.send(p, message, fd, deadline);
-  ++messages_sent_;
-}
-
-// A few per call: peers read them within that call, so a socket never fills and a send never
-// has to wait for a peer that itself sends.
-void HostCommunicator::send_messages(int segment) {
-  Descriptor fd;
-  Message map{Message::Type::map, segment, 0};
-  std::vector<int> removals;
-  {
-    std::lock_guard<std::mutex> lock(control_mutex_);
-    if (segment >= 0) {
-      Own& own = own_.at(segment);
-      fd = std::move(own.fd);
-      map.bytes = own.bytes;
-    }
-    const std::size_t n = std::min<std::size_t>(removals_.size(), kRemovalsPerCall);
-    removals.assign(removals_.end() - static_cast<std::ptrdiff_t>(n), removals_.end());
-    removals_.resize(removals_.size() - n);
-    removals_waiting_ = !removals_.empty();
-  }
-  if (fd.get() >= 0) tell_peers(map, fd.get());
-  for (const int id : removals) tell_peers({Message::Type::unmap, id, 0}, -1);
-}
-
-int HostCommunicator::add_segment(int fd, const void* base, std::size_t bytes) {
-  Descriptor own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-  if (own.get() < 0)
-    throw std::system_error(errno, std::generic_category(),
-                            "keeping a shared segment's descriptor");
-  std::lock_guard<std::mutex> lock(control_mutex_);
-  const int id = next_segment_++;
-  own_[id] = {static_cast<const char*>(base), bytes, std::move(own)};
-  return id;
-}
-
-void HostCommunicator::remove_segment(int id) {
-  std::lock_guard<std::mutex> lock(control_mutex_);
-  const auto found = own_.find(id);
-  if (found == own_.end()) return;
-  if (found->second.fd.get() < 0) {  // the peers have mapped it
-    removals_.push_back(id);
-    removals_waiting_ = true;
-  }
-  own_.erase(found);
-}
-
-void HostCommunicator::add_allocation(int id, const void* base) {
-  std::lock_guard<std::mutex> lock(control_mutex_);
-  allocations_[static_cast<const char*>(base)] = id;
-}
-
-void HostCommunicator::remove_allocation(const void* base) {
-  std::lock_guard<std::mutex> lock(control_mutex_);
-  allocations_.erase(static_cast<const char*>(base));
-}
-
-bool HostCommunicator::is_allocation(const void* base) const {
-  refuse_child();
-  std::lock_guard<std::mutex> lock(control_mutex_);
-  return allocations_.count(static_cast<const char*>(base)) != 0;
 }
 
 bool HostCommunicator::close(bool drain, const std::function<bool()>& interrupted) {
@@ -652,7 +551,7 @@ bool HostCommunicator::close(bool drain, const std::function<bool()>& interrupte
       if (p != view_.rank && view_.area[p] != nullptr)
         store_release(&view_.state(p, view_.rank).value, static_cast<std::uint32_t>(State::closed));
   peers_.close();
-  for (auto& maps : remote_) maps.clear();
+  segments_.close();
   areas_.clear();
   std::lock_guard<std::mutex> lock(mutex_);
   closed_ = true;

@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "host.h"
+#include "segments.h"
 
 namespace fastreduce {
 
@@ -82,14 +82,7 @@ class HostCommunicator {
   using Completed = std::pair<std::int64_t, std::shared_ptr<Work>>;
   std::vector<Completed> next_completed();
 
-  // [base, base + bytes) is a mapping of `fd`: peers will map it when a call first names it.
-  // Returns its id. Local: nothing is sent.
-  int add_segment(int fd, const void* base, std::size_t bytes);
-  void remove_segment(int id);
-  // Segments that calls find by themselves: their owner tells when the memory goes away.
-  void add_allocation(int id, const void* base);
-  void remove_allocation(const void* base);
-  bool is_allocation(const void* base) const;
+  Segments& segments() { return segments_; }
 
   // Finishes what is queued (or, without `drain` or when interrupted, gives it up), tells the
   // peers, frees all. A second caller waits for the first. A signal handler within run() cannot
@@ -100,22 +93,12 @@ class HostCommunicator {
   bool forked() const;
 
  private:
-  struct Own {
-    const char* base;
-    std::size_t bytes;
-    Descriptor fd;  // until the peers have it
-  };
-
   double execute(Call call, const void* in, void* out, const Watch& plan);
   void perform(HostBlock& leader, Job& job, const Watch& watch);
   int blocks_for(const Call& call) const;
   bool run_blocks(const Job& job, const Watch& watch, int count, FailureRecord* failure);
-  void locate(Call& call, const void* in, std::size_t bytes);
   void resolve(Job& job) const;
   bool probe_distance(HostBlock& block);
-  void read_messages(int peer, std::uint32_t until);
-  void tell_peers(const Message& message, int fd);
-  void send_messages(int segment);
   void meet_peers(const Descriptor& own, Clock::time_point deadline,
                   const std::function<bool()>& interrupted);
   void check_usable() const;
@@ -139,17 +122,7 @@ class HostCommunicator {
   std::uint32_t staged_calls_ = 0;
   std::atomic<bool> recording_{false};
   bool far_ = false;
-
-  // Segments.
-  mutable std::mutex control_mutex_;
-  int next_segment_ = 0;
-  std::uint32_t messages_sent_ = 0;
-  std::map<int, Own> own_;
-  std::map<const char*, int> allocations_;
-  std::vector<int> removals_;
-  std::atomic<bool> removals_waiting_{false};
-  std::vector<std::map<int, Mapping>> remote_;
-  std::vector<std::uint32_t> messages_read_;
+  Segments segments_;
 
   // Calls: one at a time, in order, by the caller or by the communication thread.
   mutable std::mutex mutex_;

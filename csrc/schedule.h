@@ -16,6 +16,7 @@ struct Range {
 // within a grain, and trailing parts can be empty. A grain is a cache line where two ranks
 // write neighbouring parts.
 FR_FN Range part_of(std::size_t count, int parts, int index, std::size_t grain) {
+  if (parts == 1) return {0, count};  // most calls of one block: no division
   const std::size_t grains = (count + grain - 1) / grain;
   const std::size_t each = grains / parts;
   const std::size_t longer = grains % parts;

@@ -52,6 +52,9 @@
 
 namespace fastreduce {
 
+// A pointer, or a stream's handle, as Python passes it.
+using Address = std::uintptr_t;
+
 constexpr int kMaxRanks = 64;
 constexpr int kMaxBlocks = 16;
 

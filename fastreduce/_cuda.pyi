@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 GRID_LIMIT: int
-LINE_RANKS: int
-SEGMENTS: int
 
 def problem() -> str:
     """Why there is no device to work with, or ""."""
