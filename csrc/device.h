@@ -121,7 +121,7 @@ class DeviceBlock : public Target {
     const Mailbox& mailbox = *launch.mailbox;
     const View& view = launch.view;
     if (target.look(launch.state->failed) != 0) return true;  // another block has told
-    const int gone = failed_peer(view);
+    const int gone = failed_peer(view, epoch_after(launch.state->epoch));
     const std::uint32_t lost = load_acquire(&mailbox.lost[peer / 32]) >> peer % 32 & 1;
     const auto state = static_cast<State>(load_acquire(&view.state(view.rank, peer).value));
     Failure why = Failure::none;
@@ -171,6 +171,7 @@ class DeviceBlock : public Target {
     launch.mailbox->record = record;
     store_release(&launch.mailbox->failed, 1);
     view.failure(view.rank) = record;
+    view.given_up(view.rank) = epoch_after(launch.state->epoch);
     for (int p = 0; p < view.world(); ++p)
       if (p != view.rank)
         store_ordered(&view.state(p, view.rank).value, static_cast<std::uint32_t>(State::failed));

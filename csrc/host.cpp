@@ -133,7 +133,7 @@ bool HostBlock::wait_since(Clock::time_point begin, Flag& flag, std::uint32_t va
       failure_.seen = reached(last[0], last[1]) ? last[0] : last[1];
     }
     // The first rank to give up knows best why.
-    const int first = failed_peer(*watch_.view);
+    const int first = failed_peer(*watch_.view, watch_.epoch);
     if (first >= 0 && reason.failure != Failure::sibling) failure_ = watch_.view->failure(first);
     return false;
   }
@@ -149,7 +149,8 @@ HostBlock::Reason HostBlock::hopeless(int peer, Phase phase) const {
   for (int p = 0; p < view.world(); ++p) {
     if (p == view.rank) continue;
     const auto state = static_cast<State>(load_acquire(&view.state(view.rank, p).value));
-    if (state == State::failed) return {Failure::closed, p};
+    if (state == State::failed && reached(watch_.epoch, view.given_up(p)))
+      return {Failure::closed, p};
     // A peer that has left is missed by whoever waits for it. Before a call has begun, it is
     // missed by all.
     const bool missed =

@@ -275,7 +275,8 @@ void HostCommunicator::communicate() {
         record.kind = work->call_.kind;
         record.rank = record.peer = view_.rank;
         record.epoch = epoch_ + 1;
-        give_up(record);
+        announce(record, epoch_ + 1);
+        throw CallFailed{record, view_.rank};
       }
       Watch noted = watch;
       if (recording_) {
@@ -306,8 +307,10 @@ std::vector<HostCommunicator::Completed> HostCommunicator::next_completed() {
   return taken;
 }
 
-void HostCommunicator::announce(FailureRecord& record) {
+// `call` is the one that this rank does not complete.
+void HostCommunicator::announce(FailureRecord& record, std::uint32_t call) {
   view_.failure(view_.rank) = record;
+  view_.given_up(view_.rank) = call;
   for (int p = 0; p < view_.world(); ++p)
     if (p != view_.rank)
       store_ordered(&view_.state(p, view_.rank).value, static_cast<std::uint32_t>(State::failed));
@@ -316,7 +319,7 @@ void HostCommunicator::announce(FailureRecord& record) {
   // wait, for this rank has failed; a stopped process is not waited for long.
   const auto deadline = Clock::now() + std::min<Clock::duration>(options_.timeout, kStopWait);
   for (int p = 0; p < view_.world(); ++p) {
-    if (p == view_.rank || load_ordered(&view_.claim(view_.rank, p).value) != epoch_) continue;
+    if (p == view_.rank || load_ordered(&view_.claim(view_.rank, p).value) != call) continue;
     record.written = true;
     while (may_write(p) && Clock::now() < deadline)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -338,7 +341,7 @@ bool HostCommunicator::may_write(int peer) const {
 
 void HostCommunicator::give_up(FailureRecord record, bool written) {
   record.written = written;  // a peer's record tells of the peer's tensor
-  announce(record);
+  announce(record, epoch_);
   throw CallFailed{record, view_.rank};
 }
 
@@ -372,7 +375,7 @@ double HostCommunicator::execute(Call call, const void* in, void* out, const Wat
     HostBlock leader(watch, progress_[0], 0, 1);
     Call* const calls = calls_.data();
     if (!enter(leader, view_, epoch_, call, calls)) give_up(leader.failure());
-    const int failed = failed_peer(view_);
+    const int failed = failed_peer(view_, epoch_);
     if (failed >= 0) give_up(view_.failure(failed));
     for (int p = 1; p < view_.world(); ++p) {
       if (std::memcmp(&calls[0], &calls[p], offsetof(Call, segment)) == 0) continue;
@@ -404,7 +407,7 @@ double HostCommunicator::execute(Call call, const void* in, void* out, const Wat
     // Not a protocol's failure but this machine's. Peers must not wait for this rank.
     record.failure = Failure::broken;
     record.rank = record.peer = view_.rank;
-    announce(record);
+    announce(record, epoch_);
     throw;
   }
 }

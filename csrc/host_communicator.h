@@ -102,7 +102,7 @@ class HostCommunicator {
   void meet_peers(const Descriptor& own, Clock::time_point deadline,
                   const std::function<bool()>& interrupted);
   void check_usable() const;
-  void announce(FailureRecord& record);
+  void announce(FailureRecord& record, std::uint32_t call);
   bool may_write(int peer) const;
   [[noreturn]] void give_up(FailureRecord record, bool written = false);
   Watch make_watch(const Patience& patience, const std::function<bool()>* interrupted) const;

@@ -151,7 +151,10 @@ struct CallFailed {
 
 // Head of a rank's control segment; its lines and staging follow (see Layout).
 struct alignas(kLineBytes) Head {
-  FailureRecord failure;  // why this rank gave up; written before its peers' state words
+  // Why this rank gave up, perhaps in a peer's words, and in which call it did; written before its
+  // peers' state words.
+  FailureRecord failure;
+  std::uint32_t given_up;
 };
 
 // Where things lie in every rank's control segment: the same on all ranks of a group.
@@ -200,6 +203,9 @@ struct View {
   FR_FN int world() const { return layout.world; }
   FR_FN FailureRecord& failure(int owner) const {
     return reinterpret_cast<Head*>(area[owner])->failure;
+  }
+  FR_FN std::uint32_t& given_up(int owner) const {
+    return reinterpret_cast<Head*>(area[owner])->given_up;
   }
   FR_FN Announcement& announcement(int owner, int writer, std::uint32_t epoch) const {
     auto* first = reinterpret_cast<Announcement*>(area[owner] + layout.announcements());
@@ -259,11 +265,15 @@ inline void initialise(const View& view, std::uint32_t first) {
   }
 }
 
-// A rank that gave up, or -1. What it wrote before it did can be seen.
-FR_FN int failed_peer(const View& view) {
+// A rank that gave up in call `epoch` or before, or -1. What it wrote before it did can be seen.
+// Who gave up in a later call has done its part of this one, and so will all others: it is
+// completed.
+FR_FN int failed_peer(const View& view, std::uint32_t epoch) {
   for (int p = 0; p < view.world(); ++p)
     if (p != view.rank &&
-        load_ordered(&view.state(view.rank, p).value) == static_cast<std::uint32_t>(State::failed))
+        load_ordered(&view.state(view.rank, p).value) ==
+            static_cast<std::uint32_t>(State::failed) &&
+        reached(epoch, view.given_up(p)))
       return p;
   return -1;
 }
@@ -275,7 +285,7 @@ FR_FN int failed_peer(const View& view) {
 FR_FN int claim_peers(const View& view, std::uint32_t epoch) {
   for (int p = 0; p < view.world(); ++p)
     if (p != view.rank) store_ordered(&view.claim(p, view.rank).value, epoch);
-  return failed_peer(view);
+  return failed_peer(view, epoch);
 }
 
 inline namespace FR_ISA {

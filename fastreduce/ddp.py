@@ -4,10 +4,11 @@ import contextlib
 import gc
 import logging
 import math
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -33,6 +34,7 @@ Reduction = Literal["mean", "sum"]
 
 _KEPT_STEPS = 1000
 _FORMAT = 1
+_OF_THIS_STEP = "Of this step's gradients"
 _NO_WEIGHT = "weight(n) was called for other backward passes, but not for this one"
 
 
@@ -86,7 +88,8 @@ class HookState:
         self._spares: dict[nn.Parameter, list[Tensor]] = {}  # memory of the shards' sums
         # The pass under way.
         self._pass = _Pass()
-        self._passes = 0
+        self._passes = 0  # that have been averaged
+        self._lock = threading.Lock()
         self._checked = 0
         self._steps: deque[StepStats] = deque(maxlen=_KEPT_STEPS)
         if source is None:
@@ -225,9 +228,13 @@ class HookState:
         if note is not None and current is not self._pass and not current.joined:
             _after_backward(current.stats.end_backward, lambda: self._end_pass(current))
         if buffer.is_sparse:
-            averaged = self._average_sparse(bucket, current, note)
+            try:
+                averaged = self._average_sparse(bucket, current, note)
+            except CommunicatorError as error:
+                current.explain(error, current.futures)
+                raise
         elif self._shards is not None:
-            averaged = self._average_shards(bucket, current, note)
+            averaged = self._average_shards(bucket, current, last, note)
         else:
             # DDP waits as soon as it has the last bucket's Future.
             averaged = self.communicator.all_reduce_future(
@@ -240,15 +247,48 @@ class HookState:
             )
         if not self._count_unused:
             averaged = self._recount(bucket, current, averaged)
-        settled: Future[Tensor] = averaged.then(current.settle)
+        earlier = tuple(current.futures)
+        settled: Future[Tensor] = averaged.then(
+            lambda future: self._settle(current, future, earlier)
+        )
+        current.futures.append(settled)
         return settled
+
+    def _settle(
+        self, current: "_Pass", future: Future[Tensor], earlier: Sequence[Future[Tensor]]
+    ) -> Tensor:
+        """The bucket's gradients; an error says what became of the step."""
+        try:
+            gradient: Tensor = future.value()
+        except RuntimeError as error:
+            # Of a Future that another one's callback has failed, C++ gives the text alone.
+            known = error if isinstance(error, CommunicatorError) else self.communicator.error
+            if not isinstance(known, CommunicatorError):
+                raise
+            current.explain(known, earlier)
+            raise known.with_traceback(None) from None
+        finally:
+            del future  # which holds the exception that would hold this frame
+        self._count(current, gradient.numel())
+        return gradient
+
+    def _count(self, current: "_Pass", elements: int) -> None:
+        """So many more elements have been averaged. Called by several threads."""
+        with self._lock:
+            current.averaged += elements
+            if current.whole and current.averaged == current.elements:
+                self._passes += 1
 
     def average_gradient(self, gradient: Tensor) -> None:
         """The same for one parameter's gradient, at once."""
-        if self._shards is not None:
-            raise RuntimeError("shards() needs DDP's own reducer, not the compiled python_reducer")
+        if self._shards is not None or self._none_if_empty or not self._count_unused:
+            raise RuntimeError(
+                "shards(), none_if_empty and count_unused need DDP's own reducer, not the compiled "
+                "python_reducer"
+            )
         current = self._enter(gradient.numel(), False, joined=False)
         self.communicator.all_reduce(gradient, scale=current.scale, weight=current.weight)
+        self._count(current, gradient.numel())
 
     def _enter(self, elements: int, last: bool, joined: bool | None = None) -> "_Pass":
         """The pass to which so many more elements belong."""
@@ -265,7 +305,7 @@ class HookState:
         current.elements += elements
         if last or current.elements >= self._elements:
             self._pass = _Pass()
-            self._passes += 1
+            current.whole = True
             self._weight = None
         return current
 
@@ -293,13 +333,14 @@ class HookState:
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
         current: "_Pass",
+        last: bool,
         note: Callable[[_C.Work], None] | None,
     ) -> Future[Tensor]:
         assert self._shards is not None
         buffer: Tensor = bucket.buffer()
         sums = self._shards.finish(bucket)
         averaged: Future[Tensor] = self.communicator.all_reduce_future(
-            sums, weight=current.weight, move=sums is buffer, done=note
+            sums, weight=current.weight, move=sums is buffer, at_once=last, done=note
         )
         if sums is buffer:
             return averaged
@@ -523,6 +564,8 @@ class HookState:
         if self._record and not self._closed and self._communicator is not None:
             logger.info("rank %d: %s", self.communicator.rank, summary(self._steps))
         self._closed = True
+        if self._shards is not None:
+            self._shards.accumulator.close()  # whoever holds the loop
         self._spares.clear()
 
     def __enter__(self) -> "HookState":
@@ -560,29 +603,28 @@ class _Pass:
     """A synchronised backward pass, bucket by bucket."""
 
     def __init__(self) -> None:
-        self.elements = 0
+        self.elements = 0  # of the buckets so far
+        self.whole = False  # there are no more
         self.averaged = 0
+        self.futures: list[Future[Tensor]] = []
         self.joined = False
         self.scale = 1.0
         self.weight: float | None = None
         self.empty = False
         self.stats = StepStats()
 
-    def settle(self, future: Future[Tensor]) -> Tensor:
-        """The future's value; an error says what became of the step."""
-        try:
-            gradient: Tensor = future.value()
-        except CommunicatorError as error:
-            text = (
-                f"{error} Of this step's gradients {self.averaged} elements had been averaged "
-                "before: discard them all; parameters and optimizer are as they were."
+    def explain(self, error: CommunicatorError, earlier: Sequence[Future[Tensor]]) -> None:
+        """Says in the error, once, what became of the step."""
+        # The last bucket fails on another thread than the one that settles those before.
+        for each in earlier:
+            with contextlib.suppress(Exception):
+                each.wait()
+        if _OF_THIS_STEP not in str(error):
+            error.args = (
+                f"{error} {_OF_THIS_STEP} {self.averaged} elements had been averaged before: "
+                "discard them all; parameters and optimizer are as they were, buffers as this "
+                "step's forward passes have left them.",
             )
-            error.args = (text,)
-            raise
-        finally:
-            del future  # which holds the exception that would hold this frame
-        self.averaged += gradient.numel()
-        return gradient
 
 
 class _Shards:

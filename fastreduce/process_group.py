@@ -77,6 +77,8 @@ def fail(future: Future[Tensor], error: BaseException, errors: list[BaseExceptio
     error = error.with_traceback(None)
     if not errors:
         errors.append(error)
+    if not isinstance(error, Exception):  # a Future takes no other
+        error = RuntimeError(f"interrupted by {type(error).__name__}")
     future.set_exception(error)  # type: ignore[arg-type]
 
 

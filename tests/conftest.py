@@ -26,9 +26,11 @@ from fastreduce import cuda
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-# Ranks start from a server that has imported torch once.
+# Ranks start from a server that has imported torch once, and what DDP's constructor imports.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "fastreduce", "conftest"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "fastreduce", "conftest"]
+)
 
 TIMEOUT = 90.0
 

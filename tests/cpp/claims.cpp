@@ -97,6 +97,7 @@ int main(int argc, char** argv) {
     for (std::uint32_t epoch = 1; !over; ++epoch) {
       meet(3L * epoch - 2);
       dawdle(epoch * 0x9e3779b1u);
+      view.given_up(0) = epoch;
       store(&view.state(1, 0).value, static_cast<std::uint32_t>(State::failed), ordered);
       believed = load_acquire(&view.claim(0, 1).value) != epoch;
       meet(3L * epoch - 1);
@@ -114,7 +115,7 @@ int main(int argc, char** argv) {
       meet(3L * epoch - 2);
       dawdle(epoch * 0x85ebca6bu);
       if (look_first) {
-        const int failed = failed_peer(view);
+        const int failed = failed_peer(view, epoch);
         dawdle(~0u);
         store(&view.claim(0, 1).value, epoch, ordered);
         wrote = failed < 0;
@@ -122,7 +123,7 @@ int main(int argc, char** argv) {
         wrote = claim_peers(view, epoch) < 0;
       } else {
         store(&view.claim(0, 1).value, epoch, false);
-        wrote = failed_peer(view) < 0;
+        wrote = failed_peer(view, epoch) < 0;
       }
       meet(3L * epoch - 1);
       meet(3L * epoch);

@@ -16,6 +16,7 @@
 #include "reduce.h"
 #include "reference.h"
 #include "schedule.h"
+#include "signal.h"
 #include "target.h"
 
 namespace fastreduce::test {
@@ -118,6 +119,29 @@ std::uint32_t quiet(std::uint32_t bits) {
 
 // All patterns one by one, and in runs, which the processor may convert many at once (and then
 // quiets a signalling NaN, as any arithmetic would).
+// Who gives up in a later call does not spoil an earlier one for who is still in it.
+void check_failed_peer() {
+  View view;
+  view.layout = {3, 1, 0, 0};
+  view.rank = 1;
+  const std::size_t words = view.layout.bytes() / sizeof(std::uint64_t) + 64;
+  std::vector<std::uint64_t> memory[3];
+  for (int p = 0; p < 3; ++p) {
+    memory[p].resize(words);
+    const auto at = reinterpret_cast<std::uintptr_t>(memory[p].data());
+    view.area[p] = reinterpret_cast<char*>((at + kLineBytes - 1) / kLineBytes * kLineBytes);
+  }
+  for (const std::uint32_t call : {6u, 0u, ~0u}) {
+    expect(failed_peer(view, call) == -1, "nobody has failed");
+    view.given_up(2) = call;
+    store_ordered(&view.state(1, 2).value, static_cast<std::uint32_t>(State::failed));
+    expect(failed_peer(view, call - 1) == -1, "failed in a later call");
+    expect(failed_peer(view, call) == 2, "failed in this call");
+    expect(failed_peer(view, call + 1) == 2, "failed in an earlier call");
+    store_ordered(&view.state(1, 2).value, static_cast<std::uint32_t>(State::open));
+  }
+}
+
 template <class T>
 void check_load(const char* name) {
   std::vector<T> all;
@@ -330,6 +354,7 @@ int main() {
   check_parts();
   check_ring();
   check_reached();
+  check_failed_peer();
   check_load<Half>("load half");
   check_load<BFloat16>("load bfloat16");
   check_store<Half>("store half");
