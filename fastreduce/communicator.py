@@ -177,6 +177,7 @@ class Communicator:
         *,
         scale: float = 1.0,
         weight: float | None = None,
+        move: bool = False,
     ) -> Work | None:
         """Replaces ``tensor``, in place, by the reduction over all ranks.
 
@@ -197,6 +198,10 @@ class Communicator:
                 sum(scale x tensor) / sum(weight). All ranks give one, or none does. A weighted mean
                 is ``scale=n, weight=n``. Where the weights' sum is 0, so must be the scales, and
                 the result is 0.
+            move: a tensor in private memory is moved into shared memory, in place and under all
+                its views, if that can be done. For buffers that live long and that torch alone
+                holds, such as DDP's buckets: whoever has a raw pointer into it (a DLPack
+                consumer, a call of another communicator) is left with memory that is gone.
 
         Raises:
             ValueError, TypeError: an argument is not allowed; nothing was sent.
@@ -218,7 +223,7 @@ class Communicator:
         part = 1.0
         if scale != 1.0 or weight is not None:
             part = _check_factors(scale, weight, op, tensor)
-        segment = self._shared.segment_of(tensor) if two_shot else NOT_SHARED
+        segment = self._segment_of(tensor, move) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
         if async_op:
             return self._submit((plan, at, at, count, 0, scale, part, segment), tensor)
@@ -233,7 +238,6 @@ class Communicator:
         scale: float = 1.0,
         weight: float | None = None,
         move: bool = False,
-        at_once: bool = False,
         done: Callable[[_C.Work], None] | None = None,
     ) -> Future[Tensor]:
         """An all-reduce on the communication thread whose end is a torch Future of ``tensor``.
@@ -241,23 +245,16 @@ class Communicator:
         Never raises: errors, of the arguments too, travel through the Future.
 
         Args:
-            tensor, op, scale, weight: as for :meth:`all_reduce`; contiguous.
-            at_once: on the CPU, run on this thread, after all calls before, and return when it has
-                ended: for callers who would wait for the Future anyway. Saves two changes of
-                threads.
+            tensor, op, scale, weight, move: as for :meth:`all_reduce`; contiguous.
             done: called with what is known of the call once it has succeeded, before the Future is
                 completed; only where ranks share memory.
-            move: a tensor in private memory is moved into shared memory, in place and under all
-                its views, if that can be done. For buffers that live long and that torch alone
-                holds, such as DDP's buckets: whoever has a raw pointer into it (a DLPack
-                consumer, a call of another communicator) is left with memory that is gone.
         """
         on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
         # A Future without devices would not make its reader's stream wait.
         future: Future[Tensor] = Future(devices=[tensor.device] if on_gpu else None)
         try:
-            self._submit_future(future, tensor, op, scale, weight, move, at_once, done)
-        except BaseException as error:  # a hook must not be left by a KeyboardInterrupt either
+            self._submit_future(future, tensor, op, scale, weight, move, done)
+        except Exception as error:
             fail(future, error, self._errors)
         return future
 
@@ -269,7 +266,6 @@ class Communicator:
         scale: float,
         weight: float | None,
         move: bool,
-        at_once: bool,
         done: Callable[[_C.Work], None] | None,
     ) -> None:
         if not isinstance(tensor, Tensor):
@@ -295,15 +291,8 @@ class Communicator:
         core.refuse_child()
         key = (tensor.dtype, tensor.shape, op, "auto")
         plan, count, two_shot = self._plans.get(key) or self._plan(key)
-        segment = NOT_SHARED
-        if two_shot:
-            unless = (lambda: self._in_flight(tensor)) if move else None
-            segment = self._shared.segment_of(tensor, move_unless=unless)
+        segment = self._segment_of(tensor, move) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
-        if at_once and done is None:
-            core.run(plan, at, at, count, 0, scale, part, segment)
-            future.set_result(tensor)
-            return
         with self._lock:
             number = self._next_future
             self._next_future += 1
@@ -595,6 +584,10 @@ class Communicator:
                 self._pending.pop()
                 raise
         return _HostWork(entry[0], self._release)
+
+    def _segment_of(self, tensor: Tensor, move: bool) -> int:
+        unless = (lambda: self._in_flight(tensor)) if move else None
+        return self._shared.segment_of(tensor, move_unless=unless)
 
     def _in_flight(self, tensor: Tensor) -> bool:
         """Whether a call that has not ended holds a pointer into the tensor's storage."""

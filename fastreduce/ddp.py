@@ -220,39 +220,51 @@ class HookState:
     # -- buckets ------------------------------------------------------------------------------
 
     def average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """What :func:`all_reduce_hook` does. Raises what concerns this rank alone."""
-        buffer = bucket.buffer()
+        """What :func:`all_reduce_hook` does. May raise."""
+        buffer: Tensor = bucket.buffer()
         last = bucket.is_last()
         current = self._enter(buffer.numel(), last)
         note = self._note(current, buffer)
-        if note is not None and current is not self._pass and not current.joined:
+        if note is not None and current.whole and not current.joined:
             _after_backward(current.stats.end_backward, lambda: self._end_pass(current))
-        if buffer.is_sparse:
-            try:
-                averaged = self._average_sparse(bucket, current, note)
-            except CommunicatorError as error:
-                current.explain(error, current.futures)
-                raise
-        elif self._shards is not None:
-            averaged = self._average_shards(bucket, current, last, note)
-        else:
-            # DDP waits as soon as it has the last bucket's Future.
-            averaged = self.communicator.all_reduce_future(
-                buffer,
-                scale=current.scale,
-                weight=current.weight,
-                move=True,
-                at_once=last,
-                done=note,
-            )
+        # DDP waits as soon as it has the last bucket's Future: that needs no other thread.
+        here = last and note is None and buffer.is_cpu and self.communicator.shared_memory
+        try:
+            if buffer.is_sparse:
+                averaged, here = self._average_sparse(bucket, current, note), True
+            elif self._shards is None:
+                averaged = self._reduce(buffer, current, here, note)
+            else:
+                averaged = self._average_shards(bucket, current, here, note)
+        except CommunicatorError as error:
+            current.explain(error, current.futures)
+            raise
         if not self._count_unused:
             averaged = self._recount(bucket, current, averaged)
+        elif here:
+            self._count(current, buffer.numel())
+            return averaged
         earlier = tuple(current.futures)
         settled: Future[Tensor] = averaged.then(
             lambda future: self._settle(current, future, earlier)
         )
         current.futures.append(settled)
         return settled
+
+    def _reduce(
+        self,
+        tensor: Tensor,
+        current: "_Pass",
+        here: bool,
+        note: Callable[[_C.Work], None] | None,
+    ) -> Future[Tensor]:
+        scale, weight = current.scale, current.weight
+        if here:
+            self.communicator.all_reduce(tensor, scale=scale, weight=weight, move=True)
+            return _completed(tensor)
+        return self.communicator.all_reduce_future(
+            tensor, scale=scale, weight=weight, move=True, done=note
+        )
 
     def _settle(
         self, current: "_Pass", future: Future[Tensor], earlier: Sequence[Future[Tensor]]
@@ -294,7 +306,8 @@ class HookState:
         """The pass to which so many more elements belong."""
         if self._closed:
             raise RuntimeError("this state is closed")
-        self._find_model()
+        if self._model is None:
+            self._find_model()
         current = self._pass
         if joined is None:
             # DDP calls the hook with zeros outside of any backward pass.
@@ -325,25 +338,23 @@ class HookState:
                 rows, scale=current.scale, weight=current.weight, done=note
             ).wait()
 
-        averaged: Future[Tensor] = Future(devices=[gradient.device] if gradient.is_cuda else None)
-        averaged.set_result(sparse.all_reduce(self.communicator, gradient, reduce))
-        return averaged
+        return _completed(sparse.all_reduce(self.communicator, gradient, reduce))
 
     def _average_shards(
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
         current: "_Pass",
-        last: bool,
+        here: bool,
         note: Callable[[_C.Work], None] | None,
     ) -> Future[Tensor]:
         assert self._shards is not None
         buffer: Tensor = bucket.buffer()
         sums = self._shards.finish(bucket)
-        averaged: Future[Tensor] = self.communicator.all_reduce_future(
-            sums, weight=current.weight, move=sums is buffer, at_once=last, done=note
-        )
+        averaged = self._reduce(sums, current, here, note)
         if sums is buffer:
             return averaged
+        if here:
+            return _completed(buffer.copy_(sums))
 
         def narrow(future: Future[Tensor]) -> Tensor:
             return buffer.copy_(_value(future))
@@ -588,6 +599,12 @@ class HookState:
         )
 
 
+def _completed(tensor: Tensor) -> "Future[Tensor]":
+    future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
+
+
 def _noting(state: "weakref.ref[HookState]", name: str) -> Callable[[Tensor], None]:
     """For every gradient of a parameter: this rank has used it."""
 
@@ -727,7 +744,7 @@ def all_reduce_hook(
         if not isinstance(state, HookState):
             raise TypeError(f"state: expected a HookState, got {type(state).__name__}")
         return state.average(bucket)
-    except Exception as error:
+    except BaseException as error:  # not even a KeyboardInterrupt may leave a hook
         known = isinstance(state, HookState) and state._communicator is not None
         averaged: Future[Tensor] = Future()
         fail(averaged, error, state.communicator._errors if known else [])
