@@ -21,7 +21,7 @@ from benchmarks.all_reduce import BOUND, Rank
 from benchmarks.models import WORKLOADS, Workload
 
 BASE, GLOO, OURS, TORCH = "no communication", "gloo", "fastreduce", "torch's hook"
-SHARDS = "fastreduce's shards"
+SHARDS, RECORDED = "fastreduce's shards", "fastreduce, recorded"
 
 Hook = Callable[[Any, Any], Future[Tensor]]
 # Gives the state and the hook of a DDP model; None for what DDP does without a hook.
@@ -62,6 +62,10 @@ def torch_hook(_: DistributedDataParallel) -> tuple[Any, Hook]:
 
 def ours(model: DistributedDataParallel) -> tuple[Any, Hook]:
     return fastreduce.HookState(model, timeout=120), fastreduce.all_reduce_hook
+
+
+def recorded(model: DistributedDataParallel) -> tuple[Any, Hook]:
+    return fastreduce.HookState(model, timeout=120, record=True), fastreduce.all_reduce_hook
 
 
 class Variant(Protocol):
@@ -219,4 +223,10 @@ def variants_of(
         }
     train = partial(Training, *setting)
     bound = Bound(rank, bucket_sizes(train))
-    return {BASE: train(nothing), GLOO: train(gloo), OURS: train(ours), BOUND: bound}
+    return {
+        BASE: train(nothing),
+        GLOO: train(gloo),
+        OURS: train(ours),
+        RECORDED: train(recorded),
+        BOUND: bound,
+    }

@@ -49,6 +49,7 @@ class TreeAccumulator:
         self._fired_before: set[nn.Parameter] = set()
         self._used: dict[nn.Parameter, int] = {}  # in any shard; sparse dimensions of its gradient
         self._kept: list[nn.Parameter] = []  # in this shard
+        self._halves: dict[nn.Parameter, Tensor] = {}  # to which autograd adds this shard's
         self._factor: float | None = None
         # Complete sums that are not in ``.grad``.
         self._sums: dict[nn.Parameter, Tensor | None] = {}
@@ -112,7 +113,8 @@ class TreeAccumulator:
             return
         dims = self._used[parameter]
         if dims == 0:
-            parameter.grad = torch.full_like(parameter, -0.0)
+            value = complex(-0.0, -0.0) if parameter.is_complex() else -0.0
+            parameter.grad = torch.full_like(parameter, value)
         else:
             parameter.grad = torch.sparse_coo_tensor(
                 torch.empty((dims, 0), dtype=torch.int64, device=parameter.device),
@@ -136,7 +138,7 @@ class TreeAccumulator:
             # back at once, where the next gradient finds it in the cache.
             if arrived is not None:
                 with torch.no_grad():
-                    parameter.grad = self._moved(parameter, arrived)
+                    parameter.grad = self._halves[parameter] = self._moved(parameter, arrived)
             return
         total, level = self._merged(parameter, arrived, by_autograd)
         if not self._is_last:
@@ -157,6 +159,12 @@ class TreeAccumulator:
             total = arrived
         else:
             total, level = parameter.grad, 1
+            half = self._halves.pop(parameter, total)
+            if arrived is not None and half is not total:
+                raise RuntimeError(
+                    "a gradient was replaced between two shards: zero_grad() belongs before the "
+                    "loop (and create_graph=True does not go with it)"
+                )
             # One of the two was a zero: -0.0 + 0.0 is 0.0.
             if total is not None and (arrived is None or parameter not in self._fired_before):
                 _add_zero(total)

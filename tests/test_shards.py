@@ -254,6 +254,11 @@ def interrupted():
         with pytest.raises(ValueError, match=r"weight has a gradient.*zero_grad"):
             state.shards(8)
         ddp.zero_grad()
+        with pytest.raises(RuntimeError, match=r"zero_grad.* belongs before the loop"):
+            for _ in state.shards(8):
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+        ddp.zero_grad()
         for _ in state.shards(8):
             ddp(x).sum().backward()
         assert model.weight.grad.tolist() == [[1.0] * 3]
