@@ -374,8 +374,7 @@ class HookState:
         counts = torch.tensor([own, *parts], dtype=torch.float64)
         counted = self.communicator.all_reduce_future(counts, "sum")
 
-        def correct(both: Future[list[Future[Tensor]]]) -> Tensor:
-            result, sums = (_value(each) for each in both.value())
+        def correct(result: Tensor, sums: Tensor) -> Tensor:
             total, *used = sums.tolist()
             if result.is_sparse:
                 return result * (total / used[0]) if 0 < used[0] != total else result
@@ -384,7 +383,10 @@ class HookState:
                     view.mul_(total / part)
             return result
 
-        return torch.futures.collect_all([averaged, counted]).then(correct)
+        if bucket.buffer().is_cuda:  # whose Future is complete; the other one is of no device
+            return averaged.then(lambda future: correct(_value(future), counted.wait()))
+        both = torch.futures.collect_all([averaged, counted])
+        return both.then(lambda futures: correct(*map(_value, futures.value())))
 
     # -- the end of a pass --------------------------------------------------------------------
 
