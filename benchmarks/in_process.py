@@ -64,7 +64,7 @@ class Group:
         *,
         algorithm: str,
         op: str = "sum",
-        weight: float = 1.0,
+        weight: float | None = None,
         root: int = 0,
         blocks: int | None = None,
     ) -> None:
@@ -75,8 +75,8 @@ class Group:
             target.data_ptr(),
             count,
             root,
-            weight,
-            weight,
+            1.0 if weight is None else weight,
+            enums.ORDINARY if weight is None else weight,
             blocks
             or min(policy.blocks(algorithm, source.nbytes, self.world_size, 32), self.blocks),
             self.streams[rank].cuda_stream,
@@ -98,7 +98,7 @@ class Group:
                 tensor,
                 tensor.numel(),
                 algorithm=algorithm,
-                weight=1.0 if weights is None else weights[rank],
+                weight=None if weights is None else weights[rank],
                 **kwargs,
             )
         torch.cuda.synchronize()

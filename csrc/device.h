@@ -200,7 +200,7 @@ FR_BLOCK void find_factors(Block& block, const Launch& launch) {
   BlockShared& shared = block.shared();
   const int world = launch.view.world();
   for (int p = block.thread(); p < world; p += block.threads())
-    shared.twice[p] = block.calls()[p].weight;
+    shared.twice[p] = weight_of(block.calls(), world, p);
   block.all(true);
   if (block.thread() == 0) {
     const double total = total_of(shared.twice, world);

@@ -387,8 +387,17 @@ double HostCommunicator::execute(Call call, const void* in, void* out, const Wat
       record.seen = difference.seen;
       give_up(record);
     }
+    const int odd = differ_in_weights(calls, view_.world());
+    if (odd >= 0) {
+      record.failure = Failure::mismatch;
+      record.field = Field::weight;
+      record.peer = odd;
+      record.seen = calls[odd].weight >= 0;
+      record.expected = !record.seen;
+      give_up(record);
+    }
     double weights[kMaxRanks];
-    for (int p = 0; p < view_.world(); ++p) weights[p] = calls[p].weight;
+    for (int p = 0; p < view_.world(); ++p) weights[p] = weight_of(calls, view_.world(), p);
     job.calls = calls;
     job.total = total_of(weights, view_.world());
     perform(leader, job, watch);

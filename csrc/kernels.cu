@@ -191,7 +191,7 @@ __device__ void reduce_by_switch(CudaBlock& block, char* everywhere, std::size_t
         std::memcpy(&items, &in[a], sizeof items);
         FR_UNROLL
         for (int j = 0; j < kItems; ++j)
-          items.item[j] = Element<T>::store(Element<T>::load(items.item[j]) * factor);
+          items.item[j] = Element<T>::store(Factor<float>{factor}(Element<T>::load(items.item[j])));
         std::memcpy(&in[a], &items, sizeof items);
       }
       multimem_store(everywhere + (first + a * stride) * kPackBytes, in[a]);

@@ -154,7 +154,12 @@ FR_BLOCK bool agree(Block& block, const View& view, std::uint32_t epoch, const C
     difference = differ(calls[0], calls[p]);
     if (difference.field != Field::none) break;
   }
-  if (difference.field == Field::none) return true;
+  if (difference.field == Field::none) {
+    p = differ_in_weights(calls, view.world());
+    if (p < 0) return true;
+    const bool seen = calls[p].weight >= 0;
+    difference = {Field::weight, !seen, seen};
+  }
   block.differs(p, difference);
   return false;
 }

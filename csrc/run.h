@@ -57,7 +57,17 @@ FR_FN double factor_of(const Call& call) {
   return call.scale == call.scale ? call.scale : static_cast<double>(bits_float(0x7fc00000u));
 }
 
-// The sum of the ranks' weights, in the order of all sums, which are left in `weights`.
+// What a rank counts in a mean's divisor.
+FR_FN double weight_of(const Call* calls, int world, int rank) {
+  const double own = calls[rank].weight;
+  if (own >= 0) return own;
+  if (own == kOrdinary) return 1;
+  for (int p = 0; p < world; ++p)
+    if (calls[p].weight >= 0) return 0;
+  return 1;
+}
+
+// The sum of the ranks' weights, in the order of all sums; what is left in `weights` is partial.
 FR_FN double total_of(double* weights, int world) {
   for (int apart = 1; apart < world; apart *= 2)
     for (int p = 0; p + apart < world; p += 2 * apart) weights[p] += weights[p + apart];

@@ -55,12 +55,28 @@ struct Call {
   std::int32_t segment = -1;   // the caller's segment that holds it, or none
   std::uint64_t offset = 0;    // bytes into the segment
   double scale = 1.0;          // factor on this rank's input; 0 drops it
-  double weight = 1.0;         // this rank's part of a mean's divisor
+  double weight = -1;          // this rank's part of a mean's divisor, or one of the two below
   std::uint32_t messages = 0;  // control messages sent to peers before this call
 };
 
+// Not a weight: the rank counts as 1, as all others do; or it has nothing to contribute, and counts
+// as 0 where others give weights and as 1 where they do not.
+constexpr double kOrdinary = -1;
+constexpr double kAbsent = -2;
+
 // What ranks can disagree on, in the order in which they are compared.
-enum class Field : std::uint32_t { none, kind, dtype, op, root, count, shape, algorithm, scale };
+enum class Field : std::uint32_t {
+  none,
+  kind,
+  dtype,
+  op,
+  root,
+  count,
+  shape,
+  algorithm,
+  scale,
+  weight
+};
 
 struct Difference {
   Field field = Field::none;
@@ -88,6 +104,18 @@ FR_FN Difference differ(const Call& a, const Call& b) {
   if (a.algorithm == Algorithm::multimem && bits_of(a.scale) != bits_of(b.scale))
     return {Field::scale, bits_of(a.scale), bits_of(b.scale)};
   return {};
+}
+
+// Whether some ranks' calls give weights and others' do not: the first rank that does not do as the
+// first that does either, or -1.
+FR_FN int differ_in_weights(const Call* calls, int world) {
+  int first = -1;
+  for (int p = 0; p < world; ++p) {
+    if (calls[p].weight == kAbsent) continue;
+    if (first < 0) first = p;
+    if ((calls[p].weight >= 0) != (calls[first].weight >= 0)) return p;
+  }
+  return -1;
 }
 
 // One writer, one waiter. The waiter sets `sleeping` before it sleeps on `value`.

@@ -10,11 +10,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastreduce import sparse
+from fastreduce.communicator import Communicator
 
 _NARROW = (torch.float16, torch.bfloat16)
+NO_WEIGHT = "weight(n) was called for other backward passes, but not for this one"
+
+
+def elements_of(parameter: nn.Parameter) -> int:
+    """In a bucket, where complex ones are pairs."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def parts_of(buffer: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    """Every parameter's part of a flat buffer."""
+    return iter(buffer.split([elements_of(parameter) for parameter in parameters]))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory without gaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 class TreeAccumulator:
@@ -225,3 +249,64 @@ def _joined(left: Tensor | None, right: Tensor | None) -> tuple[Tensor | None, T
             rows, (a, b) = sparse.union([left, right])
             return sparse.assemble(rows, a + b, right), None
         return right.add_(left), left
+
+
+class Shards:
+    """A rank's shards of one step, and their weights."""
+
+    def __init__(self, accumulator: TreeAccumulator, communicator: Communicator) -> None:
+        self.accumulator = accumulator
+        self._communicator = communicator
+        self._weights: list[float] = []
+        self._given: float | None = None
+
+    def weigh(self, n: float, reduction: str) -> None:
+        """Of the current shard."""
+        self._given = n
+        self.accumulator.weigh(n if reduction == "mean" else float(n > 0))
+
+    def end(self, weighted: bool) -> None:
+        """The current shard's gradients are there."""
+        self._weights.append(self._own(weighted))
+        self._given = None
+
+    def _own(self, weighted: bool) -> float:
+        if not weighted:
+            return 1.0
+        if self._given is None:
+            raise ValueError(NO_WEIGHT)
+        return self._given
+
+    def total(self, weighted: bool) -> float:
+        """Of all shards, in the last one."""
+        level = [*self._weights, self._own(weighted)]
+        while len(level) > 1:
+            level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
+        return level[0]
+
+    def finish(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
+        """The bucket's complete sums: in its buffer, or, of 16-bit types, in float32."""
+        buffer: Tensor = bucket.buffer()
+        parameters = bucket.parameters()
+        if buffer.is_sparse:
+            total, _ = self.accumulator.finish(parameters[0])
+            return torch.zeros_like(buffer) if total is None else total
+        sums = buffer
+        if buffer.dtype in _NARROW:
+            # A GPU's would be collective to make, and is staged in any case.
+            make = torch.empty if buffer.is_cuda else self._communicator.empty
+            device = buffer.device if buffer.is_cuda else None
+            sums = make(buffer.numel(), dtype=torch.float32, device=device)
+        for parameter, part in zip(parameters, parts_of(sums, parameters), strict=True):
+            total, in_place = self.accumulator.finish(parameter)
+            if in_place:
+                continue
+            if total is None:
+                part.zero_()
+                continue
+            view = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
+            # As DDP lays them out.
+            dense = _is_dense(parameter)
+            view = view.as_strided(parameter.shape, parameter.stride()) if dense else view
+            view.view_as(parameter).copy_(total)
+        return sums

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from fastreduce import _C, arrays, cuda, enums, policy, tuning
 from fastreduce.memory import NOT_SHARED, SharedTensors
-from fastreduce.process_group import ProcessGroupTransport, as_timedelta, fail
+from fastreduce.process_group import Done, ProcessGroupTransport, as_timedelta, fail
 from fastreduce.rendezvous import connect_gpus, share_memory
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _BARRIER = (
 _MAX_PLANS = 4096
 
 # A Future, its tensor, and who else wants to know of the call's end.
-_Promise = tuple["Future[Tensor]", Tensor, "Callable[[_C.Work], None] | None"]
+_Promise = tuple["Future[Tensor]", Tensor, "Done | None"]
 
 
 class Work(Protocol):
@@ -178,6 +178,7 @@ class Communicator:
         scale: float = 1.0,
         weight: float | None = None,
         move: bool = False,
+        deterministic: bool = False,
     ) -> Work | None:
         """Replaces ``tensor``, in place, by the reduction over all ranks.
 
@@ -192,12 +193,15 @@ class Communicator:
                 ``multimem`` where an NVLink switch adds (float32, float16, bfloat16).
             async_op: return a :class:`Work` at once and run on the communication thread. The
                 tensor must be contiguous and must not be touched before ``wait()`` returns.
-            scale: factor on this rank's input, applied in the accumulator (floating types). 0 drops
-                the input, whatever it holds.
+            scale: factor on this rank's input, applied in the accumulator (floating types). 0 makes
+                it 0, whatever it holds. On GPUs, ranks with different ones give a weight, or name
+                the algorithm.
             weight: this rank's part of the divisor of a mean, instead of 1: the result is
-                sum(scale x tensor) / sum(weight). All ranks give one, or none does. A weighted mean
-                is ``scale=n, weight=n``. Where the weights' sum is 0, so must be the scales, and
-                the result is 0.
+                sum(scale x tensor) / sum(weight). All ranks give one, or none does (but see
+                :data:`fastreduce.enums.ABSENT`). A weighted mean is ``scale=n, weight=n``. Where
+                the weights' sum is 0, so must be the scales, and the result is 0. 0, or 1e-30 to
+                1e30.
+            deterministic: as for the constructor, in this call.
             move: a tensor in private memory is moved into shared memory, in place and under all
                 its views, if that can be done. For buffers that live long and that torch alone
                 holds, such as DDP's buckets: whoever has a raw pointer into it (a DLPack
@@ -211,16 +215,26 @@ class Communicator:
         if not isinstance(tensor, Tensor):
             with arrays.borrowed(tensor) as borrowed:
                 return self.all_reduce(
-                    borrowed, op, algorithm, async_op, scale=scale, weight=weight
+                    borrowed,
+                    op,
+                    algorithm,
+                    async_op,
+                    scale=scale,
+                    weight=weight,
+                    deterministic=deterministic,
                 )
         if not tensor.is_contiguous() or tensor.is_neg():
-            self._all_reduce_strided(tensor, op, algorithm, async_op, scale, weight)
+            self._all_reduce_strided(tensor, op, algorithm, async_op, scale, weight, deterministic)
             return None
         if core is None or not tensor.is_cpu:
-            return self._all_reduce_elsewhere(tensor, op, algorithm, async_op, scale, weight)
+            return self._all_reduce_elsewhere(
+                tensor, op, algorithm, async_op, scale, weight, deterministic
+            )
         key = (tensor.dtype, tensor.shape, op, algorithm)
         plan, count, two_shot = self._plans.get(key) or self._plan(key)
-        part = 1.0
+        part = enums.ORDINARY
+        if deterministic and algorithm == "ring":
+            self._refuse_if_deterministic("ring", True)
         if scale != 1.0 or weight is not None:
             part = _check_factors(scale, weight, op, tensor)
         segment = self._segment_of(tensor, move) if two_shot else NOT_SHARED
@@ -238,22 +252,24 @@ class Communicator:
         scale: float = 1.0,
         weight: float | None = None,
         move: bool = False,
-        done: Callable[[_C.Work], None] | None = None,
+        deterministic: bool = False,
+        done: Done | None = None,
     ) -> Future[Tensor]:
         """An all-reduce on the communication thread whose end is a torch Future of ``tensor``.
 
         Never raises: errors, of the arguments too, travel through the Future.
 
         Args:
-            tensor, op, scale, weight, move: as for :meth:`all_reduce`; contiguous.
-            done: called with what is known of the call once it has succeeded, before the Future is
-                completed; only where ranks share memory.
+            tensor, op, scale, weight, move, deterministic: as for :meth:`all_reduce`; contiguous.
+            done: called once the call has succeeded, before the Future is completed, with the sum
+                of the ranks' weights and, where they are recorded, the call's times (see
+                ``_C.Work.account``). On the CPU only.
         """
         on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
         # A Future without devices would not make its reader's stream wait.
         future: Future[Tensor] = Future(devices=[tensor.device] if on_gpu else None)
         try:
-            self._submit_future(future, tensor, op, scale, weight, move, done)
+            self._submit_future(future, tensor, op, scale, weight, move, deterministic, done)
         except Exception as error:
             fail(future, error, self._errors)
         return future
@@ -266,7 +282,8 @@ class Communicator:
         scale: float,
         weight: float | None,
         move: bool,
-        done: Callable[[_C.Work], None] | None,
+        deterministic: bool,
+        done: Done | None,
     ) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -277,7 +294,8 @@ class Communicator:
         core = self._core
         gpu = self._gpu(tensor)
         if gpu is not None:
-            name = self._gpu_algorithm(gpu, tensor, op, "auto", weighted=weight is not None)
+            weighted = weight is not None
+            name = self._gpu_algorithm(gpu, tensor, op, "auto", weighted, deterministic)
             if name != "process_group":
                 shape = _checksum(tensor.shape)
                 with gpu.aside(tensor):
@@ -285,8 +303,8 @@ class Communicator:
                     future.set_result(tensor)  # whose readers' streams wait for this one
                 return
         if core is None or not tensor.is_cpu:
-            self._refuse_if_deterministic("the process group")
-            self._group.all_reduce_future(future, tensor, op, scale, weight, self._errors)
+            self._refuse_if_deterministic("the process group", deterministic)
+            self._group.all_reduce_future(future, tensor, op, scale, weight, self._errors, done)
             return
         core.refuse_child()
         key = (tensor.dtype, tensor.shape, op, "auto")
@@ -396,11 +414,18 @@ class Communicator:
             return self._group.broadcast(tensor, root, async_op)
         return self._call("broadcast", tensor, tensor, tensor, async_op, root=root)
 
-    def algorithm(self, tensor: Tensor, op: Op = "mean") -> str:
+    def algorithm(
+        self,
+        tensor: Tensor,
+        op: Op = "mean",
+        *,
+        weighted: bool = False,
+        deterministic: bool = False,
+    ) -> str:
         """Which algorithm ``auto`` takes for such a tensor, or ``process_group``."""
         gpu = self._gpu(tensor)
         if gpu is not None:
-            return self._gpu_algorithm(gpu, tensor, op, "auto")
+            return self._gpu_algorithm(gpu, tensor, op, "auto", weighted, deterministic)
         if self._core is None or not tensor.is_cpu:
             return "process_group"
         return policy.choose_algorithm(tensor.nbytes, self.world_size, self.topology)
@@ -562,7 +587,16 @@ class Communicator:
             dtype, count = torch.uint8, smaller.nbytes
         shape = _checksum(smaller.shape, smaller.dtype)
         plan = enums.plan(kind, dtype, op, algorithm, shape)
-        call = (plan, input.data_ptr(), output.data_ptr(), count, root, scale, 1.0, segment)
+        call = (
+            plan,
+            input.data_ptr(),
+            output.data_ptr(),
+            count,
+            root,
+            scale,
+            enums.ORDINARY,
+            segment,
+        )
         if async_op:
             return self._submit(call, input, output)
         core.run(*call)
@@ -627,11 +661,11 @@ class Communicator:
             self._plans[key] = plan
         return plan
 
-    def _refuse_if_deterministic(self, what: str) -> None:
+    def _refuse_if_deterministic(self, what: str, this_call: bool = False) -> None:
         if self.world_size == 1:
             return  # nothing is summed
         reason = f"deterministic: {what} does not promise an order of summation"
-        if self.deterministic:
+        if self.deterministic or this_call:
             raise RuntimeError(reason)
         if torch.are_deterministic_algorithms_enabled():
             if not torch.is_deterministic_algorithms_warn_only_enabled():
@@ -646,6 +680,7 @@ class Communicator:
         async_op: bool,
         scale: float,
         weight: float | None,
+        deterministic: bool,
     ) -> Work | None:
         """Errors of the arguments, and tensors or groups that do not share memory."""
         _number("dtype", enums.DTYPE, tensor.dtype)
@@ -655,7 +690,9 @@ class Communicator:
         gpu = self._gpu(tensor)
         if gpu is not None:
             part = _check_factors(scale, weight, op, tensor)
-            name = self._gpu_algorithm(gpu, tensor, op, algorithm, weighted=weight is not None)
+            name = self._gpu_algorithm(
+                gpu, tensor, op, algorithm, weight is not None, deterministic
+            )
             if name != "process_group":
                 shape = _checksum(tensor.shape)
                 return _on_gpu(
@@ -671,7 +708,7 @@ class Communicator:
         _check_factors(scale, weight, op, tensor)
         if self._core is not None and not tensor.is_cpu and not tensor.is_cuda:
             self._say(f"tensors on {tensor.device.type} go through the process group")
-        self._refuse_if_deterministic("the process group")
+        self._refuse_if_deterministic("the process group", deterministic)
         return self._group.all_reduce(tensor, op, async_op, scale, weight)
 
     def _gpu(self, tensor: Tensor) -> cuda.CudaTransport | None:
@@ -718,13 +755,15 @@ class Communicator:
         tensor: Tensor,
         op: str,
         algorithm: str,
-        *,
-        weighted: bool = False,
+        weighted: bool,
+        deterministic: bool,
     ) -> str:
-        ordered = self.deterministic or torch.are_deterministic_algorithms_enabled()
+        ordered = (
+            deterministic or self.deterministic or torch.are_deterministic_algorithms_enabled()
+        )
         if algorithm != "auto":
             if algorithm in ("ring", "multimem"):
-                self._refuse_if_deterministic(algorithm)
+                self._refuse_if_deterministic(algorithm, deterministic)
             return algorithm
         topology = gpu.topology
         # The switch rounds a float16 sum before it is scaled, so that a mean could overflow; and it
@@ -747,6 +786,7 @@ class Communicator:
         async_op: bool,
         scale: float,
         weight: float | None,
+        deterministic: bool,
     ) -> None:
         """Through a contiguous copy: the ranks' strides need not be alike."""
         if tensor.layout is not torch.strided:
@@ -756,7 +796,9 @@ class Communicator:
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError("tensor: expected one without overlapping elements (an expanded one?)")
         copy = tensor.detach().contiguous().resolve_neg()
-        self.all_reduce(copy, op, algorithm, scale=scale, weight=weight)
+        self.all_reduce(
+            copy, op, algorithm, scale=scale, weight=weight, deterministic=deterministic
+        )
         tensor.detach().copy_(copy)
 
     def _check_overlap(self, *, whole: Tensor, part: Tensor) -> None:
@@ -785,7 +827,7 @@ def _notify(
             try:
                 work.wait(timedelta(0))
                 if done is not None:
-                    done(work)
+                    done(work.total, work.account)
             except Exception as error:
                 fail(future, error, errors)
             else:
@@ -840,19 +882,26 @@ def _checksum(shape: torch.Size, dtype: torch.dtype | None = None) -> int:
 
 
 def _check_factors(scale: float, weight: float | None, op: str, tensor: Tensor) -> float:
-    """This rank's part of the divisor."""
+    """What this rank announces as its weight."""
     if scale != 1.0 and not tensor.is_floating_point():
         raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
     if weight is None:
-        return 1.0
+        return enums.ORDINARY
     if op != "mean" or not tensor.is_floating_point():
         raise ValueError(
             f"weight: expected None but for the mean of a floating type, got {weight} for the {op} "
             f"of {tensor.dtype}"
         )
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"weight: expected a finite number that is not negative, got {weight}")
+    if weight not in (enums.ORDINARY, enums.ABSENT):
+        check_weight("weight", weight)
+        check_weight("scale", abs(scale))
     return float(weight)
+
+
+def check_weight(name: str, value: float) -> None:
+    """Any accumulator holds it and its reciprocal."""
+    if value != 0 and not 1e-30 <= value <= 1e30:
+        raise ValueError(f"{name}: expected 0, or 1e-30 to 1e30, got {value}")
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

@@ -1,14 +1,15 @@
 """The DistributedDataParallel communication hook and its state."""
 
 import contextlib
+import copy
 import gc
+import inspect
 import logging
-import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -21,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fastreduce import _C, compiled, sparse
-from fastreduce.accumulation import TreeAccumulator
-from fastreduce.communicator import Communicator
+from fastreduce import compiled, enums, sparse
+from fastreduce.accumulation import NO_WEIGHT, Shards, TreeAccumulator, elements_of, parts_of
+from fastreduce.communicator import Communicator, check_weight
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
-from fastreduce.process_group import fail
+from fastreduce.process_group import Account, Done, announcement, fail, total_of
 from fastreduce.stats import BucketStats, StepStats, summary
 
 logger = logging.getLogger("fastreduce")
@@ -35,7 +36,6 @@ Reduction = Literal["mean", "sum"]
 _KEPT_STEPS = 1000
 _FORMAT = 1
 _OF_THIS_STEP = "Of this step's gradients"
-_NO_WEIGHT = "weight(n) was called for other backward passes, but not for this one"
 
 
 class HookState:
@@ -76,15 +76,18 @@ class HookState:
         self._none_if_empty = none_if_empty
         self._record = record
         self._closed = False
+        self._met = False  # a synchronised pass
         self._names: dict[nn.Parameter, str] = {}
         self._elements = 0  # of the model's buckets
         # Weights since the last pass: their sum and the last one; None where none was given.
         self._weight: float | None = None
         self._latest = 1.0
+        self._forwards = 0  # that have been completed since the last one was given
+        self._handles: list[RemovableHandle] = []
         self._reduction: Reduction = "mean"
         self._weighted = False  # weights have been given at some time
         self._used: dict[str, float] = {}  # weights of those that used a parameter, by name
-        self._shards: _Shards | None = None
+        self._shards: Shards | None = None
         self._spares: dict[nn.Parameter, list[Tensor]] = {}  # memory of the shards' sums
         # The pass under way.
         self._pass = _Pass()
@@ -93,6 +96,7 @@ class HookState:
         self._checked = 0
         self._steps: deque[StepStats] = deque(maxlen=_KEPT_STEPS)
         if source is None:
+            inspect.signature(Communicator).bind(None, **kwargs)
             return
         if isinstance(source, DistributedDataParallel):
             self._bind(source)
@@ -128,10 +132,11 @@ class HookState:
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad and name not in ignored
         }
-        self._elements = sum(map(_elements, self._names))
+        self._elements = sum(map(elements_of, self._names))
         if not self._count_unused:
             for parameter in self._names:
-                parameter.register_hook(_noting(weakref.ref(self), self._names[parameter]))
+                noting = _noting(weakref.ref(self), self._names[parameter])
+                self._handles.append(parameter.register_hook(noting))
 
     def _find_model(self) -> DistributedDataParallel:
         """The one on which this state is registered. Raises if there is none, or another one."""
@@ -158,10 +163,17 @@ class HookState:
             self._bind(model)
         return model
 
+    def note_forward(self) -> None:
+        """A forward pass has come to its end."""
+        self._forwards += 1
+
     def note_use(self, name: str) -> None:
         """This rank has used a parameter in the pass under way."""
         before = self._used.get(name, 0.0)
-        self._used[name] = before + self._latest if self._weighted else 1.0
+        if self._weighted:
+            self._used[name] = before + self._latest
+        else:
+            self._used[name] = 1.0 if self._shards is None else before + 1.0
 
     def _start_recording(self) -> None:
         core = self.communicator._core
@@ -178,15 +190,15 @@ class HookState:
         up until the next synchronised one.
 
         Args:
-            n: not negative. 0: this rank's gradients do not count, whatever they hold. Where the
-                sum over the ranks is 0, gradients are 0 (or None, see ``none_if_empty``).
+            n: 0, or 1e-30 to 1e30. 0: this rank's gradients do not count, whatever they hold.
+                Where the sum over the ranks is 0, gradients are 0 (or None, see
+                ``none_if_empty``).
             reduction: what this rank's ``.grad`` is when it is reduced. ``mean``: the mean over its
                 n samples; the result is sum(n x grad) / sum(n). ``sum``: the sum over its samples,
                 as of a loss with ``reduction="sum"``; the result is sum(grad) / sum(n), right also
                 where micro-batches of different sizes are accumulated.
         """
-        if not 0 <= n < math.inf:
-            raise ValueError(f"n: expected a finite number that is not negative, got {n}")
+        check_weight("n", n)
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
         if self._weight is not None and reduction != self._reduction:
@@ -194,28 +206,39 @@ class HookState:
                 f"reduction: expected {self._reduction!r} as in the micro-batches before, "
                 f"got {reduction!r}"
             )
-        self._weighted = True
+        if not self._weighted:
+            self._weighted = True
+            self._find_model().register_forward_hook(_completed_forward(weakref.ref(self)))
+        if not self._forwards:
+            self._weight = None  # no forward pass has come after the last one: it failed
+        self._forwards = 0
         self._reduction = reduction
         self._latest = float(n)
         if self._shards is not None:
             self._shards.weigh(float(n), reduction)
         self._weight = (self._weight or 0.0) + float(n)
 
+    def discard_weight(self) -> None:
+        """Forgets what :meth:`weight` was given since the last synchronised pass: of a batch that
+        is skipped after its forward pass."""
+        self._weight = None
+
     def _factors(self, joined: bool) -> tuple[float, float | None]:
         """Scale and weight of this rank's buckets in a pass."""
+        if joined:  # what it has are zeros
+            return 1.0, enums.ABSENT
         if self._shards is not None:
             return 1.0, self._shards.total(self._weighted)
         if self._weighted:
-            if joined:
-                return 0.0, 0.0
             if self._weight is None:
-                raise ValueError(_NO_WEIGHT)
+                raise ValueError(NO_WEIGHT)
             own = self._weight
             return own if self._reduction == "mean" else float(own > 0), own
-        # Only a model that has been within join() has the attribute.
-        if not self._find_model().__dict__.get("_divide_by_initial_world_size", True):
-            return 1.0, float(not joined)
-        return 1.0, None
+        # Only a model that has been within join() has the first one.
+        model = self._find_model()
+        if not model.__dict__.get("_divide_by_initial_world_size", True):
+            return 1.0, 1.0
+        return 1.0, enums.ORDINARY if model._join_config.enable else None
 
     # -- buckets ------------------------------------------------------------------------------
 
@@ -224,6 +247,8 @@ class HookState:
         buffer: Tensor = bucket.buffer()
         last = bucket.is_last()
         current = self._enter(buffer.numel(), last)
+        if self._none_if_empty and not buffer.is_cpu:
+            raise RuntimeError(f"none_if_empty: expected gradients on the CPU, got {buffer.device}")
         note = self._note(current, buffer)
         if note is not None and current.whole and not current.joined:
             _after_backward(current.stats.end_backward, lambda: self._end_pass(current))
@@ -237,16 +262,16 @@ class HookState:
             else:
                 averaged = self._average_shards(bucket, current, here, note)
         except CommunicatorError as error:
-            current.explain(error, current.futures)
+            self._explain(error, current, len(current.futures))
             raise
         if not self._count_unused:
             averaged = self._recount(bucket, current, averaged)
         elif here:
             self._count(current, buffer.numel())
             return averaged
-        earlier = tuple(current.futures)
+        number = len(current.futures)
         settled: Future[Tensor] = averaged.then(
-            lambda future: self._settle(current, future, earlier)
+            lambda future: self._settle(current, future, number)
         )
         current.futures.append(settled)
         return settled
@@ -256,20 +281,24 @@ class HookState:
         tensor: Tensor,
         current: "_Pass",
         here: bool,
-        note: Callable[[_C.Work], None] | None,
+        note: Done | None,
     ) -> Future[Tensor]:
-        scale, weight = current.scale, current.weight
+        scale, weight, ordered = current.scale, current.weight, self._shards is not None
+        if self._record:
+            current.stats.buckets[-1].algorithm = self.communicator.algorithm(
+                tensor, weighted=weight is not None, deterministic=ordered
+            )
         if here:
-            self.communicator.all_reduce(tensor, scale=scale, weight=weight, move=True)
+            self.communicator.all_reduce(
+                tensor, scale=scale, weight=weight, move=True, deterministic=ordered
+            )
             return _completed(tensor)
         return self.communicator.all_reduce_future(
-            tensor, scale=scale, weight=weight, move=True, done=note
+            tensor, scale=scale, weight=weight, move=True, deterministic=ordered, done=note
         )
 
-    def _settle(
-        self, current: "_Pass", future: Future[Tensor], earlier: Sequence[Future[Tensor]]
-    ) -> Tensor:
-        """The bucket's gradients; an error says what became of the step."""
+    def _settle(self, current: "_Pass", future: Future[Tensor], number: int) -> Tensor:
+        """The gradients of one of the pass's buckets; an error says what became of the step."""
         try:
             gradient: Tensor = future.value()
         except RuntimeError as error:
@@ -277,12 +306,28 @@ class HookState:
             known = error if isinstance(error, CommunicatorError) else self.communicator.error
             if not isinstance(known, CommunicatorError):
                 raise
-            current.explain(known, earlier)
-            raise known.with_traceback(None) from None
+            self._explain(known, current, number)
+            # A copy: the communicator keeps the error, and a traceback would keep this frame.
+            known.__traceback__ = None
+            raise copy.copy(known) from None
         finally:
             del future  # which holds the exception that would hold this frame
         self._count(current, gradient.numel())
         return gradient
+
+    def _explain(self, error: CommunicatorError, current: "_Pass", number: int) -> None:
+        """Says in the error, once, what became of the step."""
+        # The last bucket fails on another thread than the one that settles those before.
+        for earlier in current.futures[:number]:
+            with contextlib.suppress(Exception):
+                earlier.wait()
+        with self._lock:
+            if _OF_THIS_STEP not in str(error):
+                error.args = (
+                    f"{error} {_OF_THIS_STEP} {current.averaged} elements had been averaged "
+                    "before: discard them all; parameters and optimizer are as they were, buffers "
+                    "as this step's forward passes have left them.",
+                )
 
     def _count(self, current: "_Pass", elements: int) -> None:
         """So many more elements have been averaged. Called by several threads."""
@@ -298,9 +343,16 @@ class HookState:
                 "shards(), none_if_empty and count_unused need DDP's own reducer, not the compiled "
                 "python_reducer"
             )
+        # Not every parameter need be in the graph: each one's backward pass is told by its number.
+        task = torch._C._current_graph_task_id()
+        if self._pass.elements and self._pass.task != task:
+            self._pass = _Pass()
+        self._pass.task = task
+        begins = self._pass.elements == 0
         current = self._enter(gradient.numel(), False, joined=False)
         self.communicator.all_reduce(gradient, scale=current.scale, weight=current.weight)
-        self._count(current, gradient.numel())
+        if begins:
+            self._passes += 1
 
     def _enter(self, elements: int, last: bool, joined: bool | None = None) -> "_Pass":
         """The pass to which so many more elements belong."""
@@ -308,6 +360,7 @@ class HookState:
             raise RuntimeError("this state is closed")
         if self._model is None:
             self._find_model()
+        self._met = True
         current = self._pass
         if joined is None:
             # DDP calls the hook with zeros outside of any backward pass.
@@ -315,18 +368,18 @@ class HookState:
         if current.elements == 0:
             current.joined = joined
             current.scale, current.weight = self._factors(joined)
+            self._weight = None
         current.elements += elements
         if last or current.elements >= self._elements:
             self._pass = _Pass()
             current.whole = True
-            self._weight = None
         return current
 
     def _average_sparse(
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
         current: "_Pass",
-        note: Callable[[_C.Work], None] | None,
+        note: Done | None,
     ) -> Future[Tensor]:
         """Waits for its peers: which rows there are decides what is sent."""
         gradient = bucket.buffer()
@@ -335,7 +388,11 @@ class HookState:
 
         def reduce(rows: Tensor) -> None:
             self.communicator.all_reduce_future(
-                rows, scale=current.scale, weight=current.weight, done=note
+                rows,
+                scale=current.scale,
+                weight=current.weight,
+                deterministic=self._shards is not None,
+                done=note,
             ).wait()
 
         return _completed(sparse.all_reduce(self.communicator, gradient, reduce))
@@ -345,7 +402,7 @@ class HookState:
         bucket: dist.GradBucket,  # type: ignore[name-defined]
         current: "_Pass",
         here: bool,
-        note: Callable[[_C.Work], None] | None,
+        note: Done | None,
     ) -> Future[Tensor]:
         assert self._shards is not None
         buffer: Tensor = bucket.buffer()
@@ -369,16 +426,18 @@ class HookState:
     ) -> Future[Tensor]:
         """Replaces the divisor of parameters that not all ranks used."""
         parameters = bucket.parameters()
-        own = 0.0 if current.joined else 1.0 if current.weight is None else current.weight
         parts = [self._used.pop(self._names[parameter], 0.0) for parameter in parameters]
-        counts = torch.tensor([own, *parts], dtype=torch.float64)
+        device = "cpu" if self.communicator.shared_memory else bucket.buffer().device
+        own = announcement(current.weight)
+        counts = torch.tensor([*own, *parts], dtype=torch.float64, device=device)
         counted = self.communicator.all_reduce_future(counts, "sum")
 
         def correct(result: Tensor, sums: Tensor) -> Tensor:
-            total, *used = sums.tolist()
+            everyones, used = sums[: len(own)], sums[len(own) :].tolist()
+            total = float(total_of(everyones))
             if result.is_sparse:
                 return result * (total / used[0]) if 0 < used[0] != total else result
-            for part, view in zip(used, _parts(result, parameters), strict=True):
+            for part, view in zip(used, parts_of(result, parameters), strict=True):
                 if 0 < part != total:
                     view.mul_(total / part)
             return result
@@ -390,7 +449,7 @@ class HookState:
 
     # -- the end of a pass --------------------------------------------------------------------
 
-    def _note(self, current: "_Pass", buffer: Tensor) -> Callable[[_C.Work], None] | None:
+    def _note(self, current: "_Pass", buffer: Tensor) -> Done | None:
         """What is to be remembered of a bucket, if anything is."""
         if not self._record and not self._none_if_empty:
             return None
@@ -399,15 +458,15 @@ class HookState:
             entry = BucketStats(
                 index=len(current.stats.buckets),
                 nbytes=buffer._values().nbytes if buffer.is_sparse else buffer.nbytes,
-                algorithm="sparse" if buffer.is_sparse else self.communicator.algorithm(buffer),
+                algorithm="sparse",  # see _reduce() for others
                 submitted=time.monotonic(),
             )
             current.stats.buckets.append(entry)
 
-        def done(work: _C.Work) -> None:
-            current.empty = work.total == 0
-            if entry is not None:
-                entry.note(work.account)
+        def done(total: float, account: Account | None) -> None:
+            current.empty = total == 0
+            if entry is not None and account is not None:
+                entry.note(account)
 
         return done
 
@@ -434,13 +493,16 @@ class HookState:
                 the module inside was called instead of the DDP model, or all was under
                 ``no_sync()``.
         """
-        if self._passes == self._checked:
+        self._checked = self._newer_than(self._checked)
+
+    def _newer_than(self, passes: int) -> int:
+        if self._passes == passes:
             raise UnsynchronizedError(
                 "the gradients of this step have not been averaged over the ranks: no backward "
                 "pass of the DDP model since the last step was synchronised (was its inner module "
                 "called, or every pass under no_sync()?)"
             )
-        self._checked = self._passes
+        return self._passes
 
     def check(self, optimizer: Optimizer) -> RemovableHandle:
         """Makes every ``optimizer.step()`` call :meth:`check_synchronized` before it changes
@@ -450,16 +512,22 @@ class HookState:
             TypeError: ``optimizer`` only wraps one (Accelerate's), and has no hooks of its own.
         """
 
+        seen = self._passes  # by this optimizer
+
+        def look() -> None:
+            nonlocal seen
+            seen = self._newer_than(seen)
+
         def check(_: Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
             optimizer, *given = arguments
             closure = given[0] if given else named.get("closure")
             if closure is None:
-                self.check_synchronized()
+                look()
                 return None
 
             def checked() -> Any:
                 loss = closure()
-                self.check_synchronized()
+                look()
                 return loss
 
             return (optimizer, checked), {}
@@ -501,6 +569,11 @@ class HookState:
             )
         if self._shards is not None:
             raise RuntimeError("the shards of another step are under way")
+        if model.static_graph and not self._met and count > ranks:
+            raise RuntimeError(
+                "static_graph=True: DDP cannot accumulate before its first synchronised pass; make "
+                "one step without shards first"
+            )
         for parameter, name in self._names.items():
             grad = parameter.grad
             if grad is not None and bool((grad._values() if grad.is_sparse else grad).any()):
@@ -511,7 +584,7 @@ class HookState:
         for parameter in self._names:
             parameter.grad = None
         accumulator = TreeAccumulator(list(self._names), own, self._spares)
-        shards = self._shards = _Shards(accumulator, self.communicator)
+        shards = self._shards = Shards(accumulator, self.communicator)
         try:
             for shard in accumulator.shards():
                 last = shard == own - 1
@@ -528,11 +601,13 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved with the model and the optimizer to go on exactly: weights given
         and parameters used since the last synchronised pass, by parameter name. The same keys
-        on every rank, and for every layout of buckets and number of ranks."""
+        for every layout of buckets and number of ranks. Between two micro-batches the values are
+        each rank's own, as is ``.grad``, which has to be saved too."""
         self._find_model()
         return {
             "format": _FORMAT,
             "passes": self._passes,
+            "world_size": self.communicator.world_size,
             "weight": self._weight,
             "reduction": self._reduction,
             "weighted": self._weighted,
@@ -545,7 +620,8 @@ class HookState:
         """Takes over what :meth:`state_dict` gave, for a model with the same parameters.
 
         Raises:
-            ValueError: names are missing, or unknown; nothing has been changed.
+            ValueError: names are missing, or unknown, or it was taken between micro-batches on
+                another number of ranks; nothing has been changed.
         """
         self._find_model()
         if state.get("format") != _FORMAT:
@@ -558,6 +634,13 @@ class HookState:
                 f"parameters: missing {missing or 'none'}, unknown to this model "
                 f"{unknown or 'none'}"
             )
+        pending = state["weight"] is not None or any(each["used"] for each in saved.values())
+        if pending and state["world_size"] != self.communicator.world_size:
+            raise ValueError(
+                f"world_size: expected {self.communicator.world_size}, got {state['world_size']}, "
+                "of a state between two micro-batches"
+            )
+        self._forwards = 1
         self._passes = self._checked = state["passes"]
         self._weight, self._reduction = state["weight"], state["reduction"]
         self._weighted = state["weighted"]
@@ -580,6 +663,8 @@ class HookState:
         if self._shards is not None:
             self._shards.accumulator.close()  # whoever holds the loop
         self._spares.clear()
+        for handle in self._handles:
+            handle.remove()
 
     def __enter__(self) -> "HookState":
         return self
@@ -607,6 +692,17 @@ def _completed(tensor: Tensor) -> "Future[Tensor]":
     return future
 
 
+def _completed_forward(state: "weakref.ref[HookState]") -> Callable[..., None]:
+    """For every forward pass that has come to its end."""
+
+    def note(*_: Any) -> None:
+        found = state()
+        if found is not None:
+            found.note_forward()
+
+    return note
+
+
 def _noting(state: "weakref.ref[HookState]", name: str) -> Callable[[Tensor], None]:
     """For every gradient of a parameter: this rank has used it."""
 
@@ -627,88 +723,11 @@ class _Pass:
         self.averaged = 0
         self.futures: list[Future[Tensor]] = []
         self.joined = False
+        self.task = -1
         self.scale = 1.0
         self.weight: float | None = None
         self.empty = False
         self.stats = StepStats()
-
-    def explain(self, error: CommunicatorError, earlier: Sequence[Future[Tensor]]) -> None:
-        """Says in the error, once, what became of the step."""
-        # The last bucket fails on another thread than the one that settles those before.
-        for each in earlier:
-            with contextlib.suppress(Exception):
-                each.wait()
-        if _OF_THIS_STEP not in str(error):
-            error.args = (
-                f"{error} {_OF_THIS_STEP} {self.averaged} elements had been averaged before: "
-                "discard them all; parameters and optimizer are as they were, buffers as this "
-                "step's forward passes have left them.",
-            )
-
-
-class _Shards:
-    """A rank's shards of one step, and their weights."""
-
-    def __init__(self, accumulator: TreeAccumulator, communicator: Communicator) -> None:
-        self.accumulator = accumulator
-        self._empty = communicator.empty
-        self._weights: list[float] = []
-        self._given: float | None = None
-
-    def weigh(self, n: float, reduction: Reduction) -> None:
-        """Of the current shard."""
-        self._given = n
-        self.accumulator.weigh(n if reduction == "mean" else float(n > 0))
-
-    def end(self, weighted: bool) -> None:
-        """The current shard's gradients are there."""
-        self._weights.append(self._own(weighted))
-        self._given = None
-
-    def _own(self, weighted: bool) -> float:
-        if not weighted:
-            return 1.0
-        if self._given is None:
-            raise ValueError(_NO_WEIGHT)
-        return self._given
-
-    def total(self, weighted: bool) -> float:
-        """Of all shards, in the last one."""
-        level = [*self._weights, self._own(weighted)]
-        while len(level) > 1:
-            level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
-        return level[0]
-
-    def finish(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
-        """The bucket's complete sums: in its buffer, or, of 16-bit types, in float32."""
-        buffer: Tensor = bucket.buffer()
-        parameters = bucket.parameters()
-        if buffer.is_sparse:
-            total, _ = self.accumulator.finish(parameters[0])
-            return torch.zeros_like(buffer) if total is None else total
-        sums = buffer
-        if buffer.dtype in (torch.float16, torch.bfloat16):
-            sums = self._empty(buffer.numel(), dtype=torch.float32)
-        for parameter, part in zip(parameters, _parts(sums, parameters), strict=True):
-            total, in_place = self.accumulator.finish(parameter)
-            if in_place:
-                continue
-            if total is None:
-                part.zero_()
-                continue
-            view = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
-            view.as_strided(parameter.shape, parameter.stride()).copy_(total)
-        return sums
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    """In a bucket, where complex ones are pairs."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
-    """Every parameter's part of a flat buffer."""
-    return iter(buffer.split([_elements(parameter) for parameter in parameters]))
 
 
 def _after_backward(computed: Callable[[], None], finished: Callable[[], None]) -> None:
@@ -744,7 +763,8 @@ def all_reduce_hook(
         return compiled.average_gradient_(bucket[0], state.handle)  # type: ignore[no-any-return]
     try:
         if not isinstance(state, HookState):
-            raise TypeError(f"state: expected a HookState, got {type(state).__name__}")
+            hint = ": HookState(communicator)" if isinstance(state, Communicator) else ""
+            raise TypeError(f"state: expected a HookState, got {type(state).__name__}{hint}")
         return state.average(bucket)
     except BaseException as error:  # not even a KeyboardInterrupt may leave a hook
         known = isinstance(state, HookState) and state._communicator is not None

@@ -11,6 +11,9 @@ DTYPE: dict[torch.dtype, int] = {
     getattr(torch, name): number for number, name in enumerate(errors.DTYPES)
 }
 OP = {name: number for number, name in enumerate(errors.OPS)}
+# What a rank can announce instead of a weight: it counts as 1, as all do; or it has nothing to
+# contribute, and counts as 0 where others give weights and as 1 where they do not.
+ORDINARY, ABSENT = -1.0, -2.0
 ALGORITHM = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 
 

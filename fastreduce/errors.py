@@ -12,7 +12,10 @@ PHASES = ("enter", "reduce", "gather", "exit")
 
 # csrc/signal.h: Failure and Field, in order.
 _FAILURES = ("none", "mismatch", "lost", "closed", "timeout", "interrupted", "sibling", "broken")
-_FIELDS = ("none", "kind", "dtype", "op", "root", "numel", "shape", "algorithm", "scale")
+_FIELDS = (
+    *("none", "kind", "dtype", "op", "root", "numel", "shape"),
+    *("algorithm", "scale", "weight"),
+)
 
 
 class CommunicatorError(RuntimeError):
@@ -41,7 +44,8 @@ class CommunicatorError(RuntimeError):
 
 
 class MismatchError(CommunicatorError):
-    """Ranks made different calls: another collective, shape, dtype, op, root or algorithm."""
+    """Ranks made different calls: another collective, shape, dtype, op, root or algorithm, or
+    some gave a weight and others did not."""
 
 
 class PeerLostError(CommunicatorError):
@@ -72,6 +76,8 @@ def _value(field: str, raw: int) -> object:
     names = {"kind": KINDS, "dtype": DTYPES, "op": OPS, "algorithm": ALGORITHMS}.get(field)
     if names is not None:
         return names[raw]
+    if field == "weight":
+        return bool(raw)
     if field == "scale":
         return struct.unpack("d", struct.pack("Q", raw))[0]
     return raw
@@ -98,12 +104,15 @@ def from_record(
     if reason == "mismatch":
         name = _FIELDS[field]
         counters = (_value(name, expected), _value(name, seen))
-        difference = (
-            f"rank 0 has {name} {counters[0]}, rank {peer} has {name} {counters[1]}"
-            if name != "shape"
-            else f"ranks 0 and {peer} have tensors of one size but of another shape (or of dtypes "
-            "that no reduction knows)"
-        )
+        if name == "shape":
+            difference = (
+                f"ranks 0 and {peer} have tensors of one size but of another shape (or of dtypes "
+                "that no reduction knows)"
+            )
+        elif name == "weight":
+            difference = f"rank {peer} gives {'a' if seen else 'no'} weight, others do otherwise"
+        else:
+            difference = f"rank 0 has {name} {counters[0]}, rank {peer} has {name} {counters[1]}"
         what = f"ranks disagree in call {epoch} of this communicator: {difference}"
     else:
         what = {

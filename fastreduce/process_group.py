@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from fastreduce import enums
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -21,8 +23,9 @@ Object = TypeVar("Object")
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Sum of weights, and the work that makes it.
-_Total = tuple[Tensor, Any]
+# What is told of a call that has succeeded: the sum of the ranks' weights, and its times.
+Account = tuple[int, int, int, int, int]
+Done = Callable[[float, "Account | None"], None]
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -32,10 +35,11 @@ _OPS = {
 }
 
 
-def _wide(tensor: Tensor, op: str) -> torch.dtype:
-    """What a CPU backend must sum in to give what the kernels give: sums of 16-bit floats are
-    rounded once, and a mean cannot overflow where its value does not."""
-    if tensor.device.type != "cpu" or op not in ("sum", "mean"):
+def _wide(tensor: Tensor, op: str, scaled: bool) -> torch.dtype:
+    """What a backend must sum in to give what the kernels give: sums of 16-bit floats are rounded
+    once, and a mean cannot overflow where its value does not. (NCCL does that by itself, but for
+    what has been multiplied before.)"""
+    if op not in ("sum", "mean") or (tensor.device.type != "cpu" and not scaled):
         return tensor.dtype
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return torch.float32
@@ -44,21 +48,25 @@ def _wide(tensor: Tensor, op: str) -> torch.dtype:
     return tensor.dtype
 
 
-def _staged(tensor: Tensor, op: str, scale: float, *, in_place: bool) -> Tensor:
+def _staged(
+    tensor: Tensor, op: str, scale: float, *, in_place: bool, weighted: bool = False
+) -> Tensor:
     """What the backend is given for ``tensor``: itself, or a wider or scaled copy."""
     if scale == 0.0:
         dropped = tensor.detach().zero_() if in_place else torch.zeros_like(tensor)
-        return dropped.to(_wide(tensor, op))
+        return dropped.to(_wide(tensor, op, True))
     if scale != 1.0 and tensor.is_cuda:
         from fastreduce import cuda
 
         if not cuda.problem():
             flat = tensor.detach()
-            scaled = flat if in_place else torch.empty_like(flat)
+            wide = _wide(flat, op, True)
+            alike = in_place and wide == flat.dtype
+            scaled = flat if alike else torch.empty_like(flat, dtype=wide)
             cuda.convert([flat], [scaled], scale, tensor.device)
             return scaled
     with torch.no_grad():
-        given = tensor.detach().to(_wide(tensor, op))
+        given = tensor.detach().to(_wide(tensor, op, weighted or scale != 1.0))
         if scale == 1.0:
             return given
         return given.mul_(scale) if in_place or given.dtype != tensor.dtype else given * scale
@@ -114,6 +122,38 @@ class _Work:
         return self._waited or bool(self._work.is_completed())
 
 
+def announcement(weight: float | None) -> list[float]:
+    """What a rank tells of its weight, to be summed over the ranks for :func:`total_of`."""
+    ordinary, absent = weight in (None, enums.ORDINARY), weight == enums.ABSENT
+    given = not ordinary and not absent
+    return [(weight or 0.0) if given else 0.0, float(given), float(ordinary), float(absent)]
+
+
+def total_of(announced: Tensor) -> Tensor:
+    """The divisor of a mean, float64. NaN where some ranks gave a weight and others did not."""
+    weights, given, ordinary, absent = announced.unbind()
+    mixed = torch.where(ordinary > 0, torch.full_like(weights, torch.nan), weights)
+    return torch.where(given > 0, mixed, ordinary + absent)
+
+
+class _Total:
+    """The sum of the ranks' weights, under way beside the tensor's own all-reduce: a backend sums
+    one tensor in one way."""
+
+    def __init__(self, weight: float, device: torch.device, group: ProcessGroup | None) -> None:
+        self._parts = torch.tensor(announcement(weight), dtype=torch.float64, device=device)
+        self._work: Any = dist.all_reduce(self._parts, group=group, async_op=True)
+
+    def value(self) -> Tensor:
+        """On the device."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._parts.is_cuda:  # made on one stream, read on another
+            self._parts.record_stream(torch.cuda.current_stream(self._parts.device))
+        return total_of(self._parts)
+
+
 class ProcessGroupTransport:
     """Same arguments, same meaning as the methods of Communicator, already checked there."""
 
@@ -148,17 +188,13 @@ class ProcessGroupTransport:
     ) -> _Work | None:
         group = self._group
         total = self._total_of(weight, tensor)
-        summed = _staged(tensor, op, scale, in_place=True)
+        summed = _staged(tensor, op, scale, in_place=True, weighted=weight is not None)
         how = self._operation(summed, op, total)
         work = dist.all_reduce(summed, how, group=group, async_op=async_op)
         return self._finish(work, lambda: self._settle(tensor, summed, op, how, total))
 
     def _total_of(self, weight: float | None, tensor: Tensor) -> _Total | None:
-        """Under way beside the tensor's own all-reduce: a backend sums one tensor in one way."""
-        if weight is None:
-            return None
-        value = torch.tensor(weight, dtype=torch.float64, device=tensor.device)
-        return value, dist.all_reduce(value, group=self._group, async_op=True)
+        return None if weight is None else _Total(weight, tensor.device, self._group)
 
     def all_reduce_future(
         self,
@@ -168,24 +204,27 @@ class ProcessGroupTransport:
         scale: float,
         weight: float | None,
         errors: list[BaseException],
+        done: Done | None = None,
     ) -> None:
         """``future`` is completed with ``tensor``; an exception is also added to ``errors``."""
         group = self._group
         total = self._total_of(weight, tensor)
-        summed = _staged(tensor, op, scale, in_place=True)
+        summed = _staged(tensor, op, scale, in_place=True, weighted=weight is not None)
         how = self._operation(summed, op, total)
         work = dist.all_reduce(summed, how, group=group, async_op=True)
 
-        def done(ended: Future[list[Tensor]]) -> None:
+        def finish(ended: Future[list[Tensor]]) -> None:
             try:
                 ended.value()
                 self._settle(tensor, summed, op, how, total)
+                if done is not None and tensor.is_cpu:
+                    done(self._world_size if total is None else float(total.value()), None)
             except Exception as error:
                 fail(future, error, errors)
             else:
                 future.set_result(tensor)
 
-        work.get_future().add_done_callback(done)
+        work.get_future().add_done_callback(finish)
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: str, async_op: bool, scale: float
@@ -238,8 +277,9 @@ class ProcessGroupTransport:
             if how == dist.ReduceOp.AVG:
                 pass
             elif total is not None:
-                divisor, work = total
-                work.wait()
+                divisor = total.value()
+                if divisor.is_cpu and divisor.isnan():
+                    raise RuntimeError("some ranks gave a weight, and others did not")
                 summed.mul_(torch.where(divisor == 0, divisor, 1 / divisor).to(summed.dtype))
             elif op == "mean" and summed.is_floating_point():
                 summed.mul_(1 / self._world_size)

@@ -193,7 +193,7 @@ class Core:
         self.runs.append((kind, algorithm, source, target, count, blocks, stream))
         if kind == 0:
             out = self._floats(target, count)
-            out.copy_(self._floats(source, count) * self.world_size * scale / weight)
+            out.copy_(self._floats(source, count) * self.world_size * scale / abs(weight))
         elif kind == 1:  # as rank 0
             out = self._floats(target, count)
             out.copy_(self._floats(source, count * self.world_size)[:count] * self.world_size)

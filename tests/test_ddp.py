@@ -339,5 +339,7 @@ def test_hook_signature():
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         fastreduce.attach(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="nonsense"):
+        fastreduce.HookState(nonsense=3)
     with pytest.raises(TypeError, match="Communicator, a DistributedDataParallel"):
         fastreduce.HookState(nn.Linear(2, 2))

@@ -370,6 +370,7 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(600, 600) for _ in range(3)])
+        self.unused = nn.Linear(3, 3)  # outside of the graph
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -393,13 +394,13 @@ def compiled(mode):
     torch.manual_seed(0)
     model = Deep()
     alone = copy.deepcopy(model)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1.5)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1.5, find_unused_parameters=True)
     state = fastreduce.attach(ddp, timeout=TIMEOUT, record=True)
     step_of = torch.compile(ddp, backend=backend)
-    weights = (1.0, 3.0)
-    for step in range(3):
+    for step in range(4):
         ddp.zero_grad()
-        if step == 2:
+        weights = (1.0, 3.0) if step == 2 else (5.0, 1.0)
+        if step >= 2:
             state.weight(weights[rank])
         step_of(data(step, 4, 600)).square().mean().backward()
         gradients = []
@@ -408,12 +409,12 @@ def compiled(mode):
             generator = torch.Generator().manual_seed(10 * step + r)
             x = torch.randn(4, 600, generator=generator)
             alone(x).square().mean().backward()
-            gradients.append([p.grad.clone() for p in alone.parameters()])
-        n = weights if step == 2 else (1.0, 1.0)
-        for got, a, b in zip(model.parameters(), *gradients, strict=True):
+            gradients.append([p.grad.clone() for p in alone.layers.parameters()])
+        n = weights if step >= 2 else (1.0, 1.0)
+        for got, a, b in zip(model.layers.parameters(), *gradients, strict=True):
             want = (n[0] * a + n[1] * b) / sum(n)
             torch.testing.assert_close(got.grad, want, rtol=1e-3, atol=1e-6)
-    state.check_synchronized()
+        state.check_synchronized()
     state.close()
     return len(graphs), len(state.stats())
 
@@ -423,4 +424,4 @@ def test_compiled(ranks, mode):
     for graphs, steps in ranks(2).run(compiled, mode):
         assert graphs >= (2 if mode == "ddp_optimizer" else 1)  # at least two parts
         # A reducer in Python calls an operator for every parameter, which is not recorded.
-        assert steps == (3 if mode == "ddp_optimizer" else 0)
+        assert steps == (4 if mode == "ddp_optimizer" else 0)

@@ -97,6 +97,9 @@ def names():
     assert second.state_dict() == before
     third.load_state_dict(saved)
     assert third.state_dict() == saved
+    with pytest.raises(ValueError, match="world_size: expected 2, got 4"):
+        third.load_state_dict({**saved, "world_size": 4})
+    third.load_state_dict({**saved, "world_size": 4, "weight": None})  # between two steps
     for state in (first, second, third):
         state.close()
     del models
@@ -208,6 +211,16 @@ def checked():
             assert all(map(torch.equal, model.parameters(), before))
             handle.remove()
             optimizer.step(closure(model))  # nobody looks any more
+        # Every optimizer looks for itself.
+        both = [torch.optim.SGD(ddp.parameters(), lr=0.01) for _ in range(2)]
+        for optimizer in both:
+            state.check(optimizer)
+        for _ in range(2):
+            closure(ddp)()
+            for optimizer in both:
+                optimizer.step()
+        with pytest.raises(fastreduce.UnsynchronizedError):
+            both[0].step()
         with pytest.raises(TypeError, match=r"expected one of torch's own, got object"):
             state.check(object())
 

@@ -118,6 +118,73 @@ def test_means_do_not_overflow(ranks):
     ranks(2).run(means)
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 3, sparse=True)
+        self.some = nn.Linear(3, 1, bias=False)
+        self.last = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        h = self.words(x)
+        return self.last(h) + (self.some(h) if use else 0)
+
+
+def hooks():
+    """Weights, sparse gradients and unused parameters, as over shared memory."""
+    rank = dist.get_rank()
+    results = []
+    for two_hosts in (False, True):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Words(), find_unused_parameters=True)
+        options = {"timeout": TIMEOUT, "count_unused": False, "none_if_empty": True}
+        make = lambda: fastreduce.attach(ddp, **options)  # noqa: B023, E731
+        state = on_two_hosts(make) if two_hosts else make()
+        seen = []
+        for step in range(3):
+            ddp.zero_grad()
+            n = 0 if step == 2 else rank + 1
+            state.weight(n)
+            ddp(torch.tensor([step, 3 + rank, 3 + rank]), rank == 1).sum().backward()
+            grads = [p.grad for p in ddp.parameters()]
+            assert all((grad is None) == (step == 2) for grad in grads)
+            seen += [g.to_dense() if g.is_sparse else g.clone() for g in grads if g is not None]
+        results.append(seen)
+        if two_hosts:
+            with pytest.raises(RuntimeError, match="does not promise an order of summation"):
+                for _ in state.shards(2):
+                    state.weight(1)
+                    ddp(torch.tensor([1]), True).sum().backward()
+        state.close()
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_hook_with_everything(ranks):
+    ranks(2).run(hooks)
+
+
+def joined_at_once():
+    """A rank without any batch takes part in the exchange of weights."""
+    rank = dist.get_rank()
+    for weighted in (False, True):
+        model = nn.Linear(3, 1, bias=False)
+        ddp = DistributedDataParallel(model)
+        state = on_two_hosts(lambda: fastreduce.attach(ddp, timeout=TIMEOUT))  # noqa: B023
+        with ddp.join():
+            for _ in range(rank):
+                if weighted:
+                    state.weight(3)
+                ddp(torch.full((1, 3), 4.0)).sum().backward()
+        if rank:
+            assert model.weight.grad[0].tolist() == [4.0 if weighted else 2.0] * 3
+        state.close()
+
+
+def test_join_without_any_batch(ranks):
+    ranks(2).run(joined_at_once)
+
+
 def refused():
     """What the kernels refuse is refused here too, and elements are matched by index."""
     comm = on_two_hosts(lambda: fastreduce.Communicator(timeout=TIMEOUT))

@@ -90,7 +90,7 @@ OPTIONS = {
     1: {},
     2: {"bucket_cap_mb": 0.001},
     4: {"gradient_as_bucket_view": True},
-    8: {"bucket_cap_mb": 0.2, "static_graph": True},
+    8: {"bucket_cap_mb": 0.2, "static_graph": True},  # which accumulates only later, see below
 }
 
 
@@ -234,6 +234,60 @@ def test_memory(shards):
         level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
     assert in_place and torch.equal(total, level[0])
     assert most <= max(shards.bit_length() - 2, 0)
+
+
+def static_graph():
+    """DDP cannot accumulate before its first synchronised pass."""
+    model = nn.Linear(3, 1, bias=False)
+    ddp = DistributedDataParallel(model, static_graph=True)
+    with fastreduce.attach(ddp, timeout=TIMEOUT) as state:
+        with pytest.raises(RuntimeError, match="make one step without shards first"):
+            state.shards(8)
+        for step in range(5):
+            ddp.zero_grad()
+            for shard in state.shards(8) if step else [0]:
+                ddp(torch.full((1, 3), float(shard))).sum().backward()
+            assert model.weight.grad[0].tolist() == [3.5 if step else 0.0] * 3
+
+
+def test_static_graph(ranks):
+    ranks(2).run(static_graph)
+
+
+class Gaps(nn.Module):
+    """A parameter whose elements do not lie side by side."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.gaps = nn.Parameter(torch.ones(4, 8, dtype=dtype)[:, :3])
+        self.turned = nn.Parameter(torch.ones(5, 3, dtype=dtype).t())
+        self.after = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * self.gaps).sum(0) * self.before + (x[:3, :1] * self.turned).sum(1)
+        return y * self.after
+
+
+def with_gaps(dtype, weighted):
+    ddp = DistributedDataParallel(Gaps(dtype))
+    with fastreduce.attach(ddp, timeout=TIMEOUT) as state:
+        for shard in state.shards(4):
+            if weighted:
+                state.weight(2)
+            ddp(torch.arange(12.0).view(4, 3).to(dtype) + shard).sum().backward()
+        shards = [p.grad.clone() for p in ddp.parameters()]
+        alone = Gaps(dtype).double()
+        for shard in range(4):
+            alone(torch.arange(12.0).view(4, 3).double() + shard).sum().div(4).backward()
+        for got, want in zip(shards, alone.parameters(), strict=True):
+            torch.testing.assert_close(got.double(), want.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_with_gaps(ranks, dtype, weighted):
+    ranks(2).run(with_gaps, dtype, weighted)
 
 
 def interrupted():

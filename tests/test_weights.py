@@ -16,6 +16,7 @@ import fastreduce
 from fastreduce import reference
 
 TIMEOUT = 60.0
+SHARDS = 8
 
 
 def build() -> nn.Module:
@@ -176,6 +177,39 @@ def test_join(ranks, weighted, options):
     ranks(3).run(joined, weighted, options)
 
 
+def joined_at_once(weighted, count_unused, shards):
+    """The first rank has no batch at all, so that it never says what its weights are like."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = Branches()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    state = fastreduce.attach(ddp, timeout=TIMEOUT, count_unused=count_unused)
+    with ddp.join():
+        for step in range(2 if rank else 0):
+            ddp.zero_grad()
+            for _ in state.shards(SHARDS) if shards else [0]:
+                if weighted:
+                    state.weight(rank)
+                # Only the last rank uses the layer.
+                ddp(torch.full((1, 3), rank + 1.0 + step), rank == world_size - 1).sum().backward()
+            n = [r if weighted else float(r > 0) for r in range(world_size)]
+            own = [(r + 1 + step) for r in range(world_size)]
+            # Joined ranks count as zeros, unless weights or shards say how many there are.
+            total = sum(n) if weighted or shards or not count_unused else world_size
+            both = sum(n[r] * own[r] for r in range(world_size)) / total
+            some = n[-1] * own[-1] / (total if count_unused else n[-1])
+            assert model.both.weight.grad[0, 0].item() == pytest.approx(both)
+            assert model.some.weight.grad[0, 0].item() == pytest.approx(some)
+    state.close()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("count_unused", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_join_without_any_batch(ranks, weighted, count_unused, shards):
+    # Shards want a power of two.
+    ranks(4 if shards else 3).run(joined_at_once, weighted, count_unused, shards)
+
+
 def like_gloo_under_join(options):
     seen = []
     for hook in (False, True):
@@ -255,6 +289,31 @@ def test_unused_parameters_under_no_sync(ranks):
     ranks(2).run(unused_accumulated)
 
 
+def unused_in_shards(weighted):
+    """A shard counts for the parameters that it uses."""
+    rank = dist.get_rank()
+    model = Branches()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    with fastreduce.attach(ddp, timeout=TIMEOUT, count_unused=False) as state:
+        for _ in range(2):
+            ddp.zero_grad()
+            for shard in state.shards(SHARDS):
+                if weighted:
+                    state.weight(shard + 1)
+                ddp(torch.full((1, 3), 2.0 * shard), shard in (1, 6)).sum().backward()
+            n = [shard + 1 if weighted else 1 for shard in range(SHARDS)]
+            both = sum(n[s] * 2 * s for s in range(SHARDS)) / sum(n)
+            some = (n[1] * 2 + n[6] * 12) / (n[1] + n[6])
+            assert model.both.weight.grad[0, 0].item() == pytest.approx(both), rank
+            assert model.some.weight.grad[0, 0].item() == pytest.approx(some), rank
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_unused_parameters_in_shards(ranks, world_size, weighted):
+    ranks(world_size).run(unused_in_shards, weighted)
+
+
 def empty(none_if_empty, options):
     """No rank has a sample: gradients are 0 although the means are NaN, or None."""
     model = build()
@@ -283,8 +342,8 @@ def test_no_samples_at_all(ranks, none_if_empty, options):
 def wrong():
     ddp = DistributedDataParallel(build())
     with fastreduce.attach(ddp, timeout=TIMEOUT) as state:
-        for n in (-1, math.nan, math.inf):
-            with pytest.raises(ValueError, match="not negative"):
+        for n in (-1, math.nan, math.inf, 1e-40, 1e38):
+            with pytest.raises(ValueError, match="expected 0, or 1e-30 to 1e30"):
                 state.weight(n)
         with pytest.raises(ValueError, match="reduction"):
             state.weight(1, "max")
@@ -296,6 +355,46 @@ def wrong():
         # Forgotten: an error, and not the mean of the ranks.
         with pytest.raises(RuntimeError, match="but not for this one"):
             loss(ddp, *batch, "sum").backward()
+
+
+def forgotten():
+    """By one rank, always: an error on both, with nothing averaged."""
+    ddp = DistributedDataParallel(build())
+    with fastreduce.attach(ddp, timeout=TIMEOUT) as state:
+        if dist.get_rank() == 0:
+            state.weight(2)
+        with pytest.raises(RuntimeError, match="rank 1 gives no weight, others do otherwise"):
+            loss(ddp, *samples(0, 0, 2), "mean").backward()
+        assert isinstance(state.communicator.error, fastreduce.MismatchError)
+        assert state.communicator.error.intact
+
+
+def test_a_rank_that_gives_no_weight(ranks):
+    ranks(2).run(forgotten)
+
+
+def skipped():
+    """Batches that fail, or are skipped, leave no weight behind."""
+    rank = dist.get_rank()
+    model = nn.Linear(3, 1, bias=False)
+    ddp = DistributedDataParallel(model)
+    with fastreduce.attach(ddp, timeout=TIMEOUT) as state:
+        for batch in range(3):
+            ddp.zero_grad()
+            state.weight(100 * (rank + 1))
+            if batch == 1:
+                with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                    ddp(torch.ones(1, 99))
+            if batch == 2:
+                ddp(torch.ones(1, 3))  # whose loss, say, is NaN: no backward pass
+                state.discard_weight()
+            state.weight(1)
+            ddp(torch.full((1, 3), float(rank))).sum().backward()
+            assert model.weight.grad[0].tolist() == [0.5] * 3
+
+
+def test_batches_that_are_skipped(ranks):
+    ranks(2).run(skipped)
 
 
 def test_wrong_weights(ranks):

@@ -296,13 +296,16 @@ void check_all_reduce(int world, DType dtype, std::uint32_t first_epoch) {
       Made made{all_reduce_of(count, algorithm, Op::mean), {}, {}, {}, {}};
       made.call.dtype = dtype;
       // The switch knows one factor for all.
-      const bool weighted = !std::is_integral<T>::value && algorithm != Algorithm::multimem;
-      const Factors factors{weighted ? 0.75 : 1.0, 1, world};
+      const bool scaled = !std::is_integral<T>::value;
+      const bool weighted = scaled && algorithm != Algorithm::multimem;
+      const Factors factors{scaled ? 0.75 : 1.0, 1, world, !weighted};
       made.factors = factors;
       double total = 0;
       for (int r = 0; r < world; ++r) {
-        made.weights.push_back(weighted ? r + 0.5 : 1.0);
-        total += made.weights.back();
+        // Who is absent counts for nothing beside weights, and like the others without them.
+        const bool absent = r == world - 1 && round % 2 == 1;
+        made.weights.push_back(absent ? kAbsent : weighted ? r + 0.5 : kOrdinary);
+        total += absent && weighted ? 0 : weighted ? r + 0.5 : 1;
       }
       for (int r = 0; r < world; ++r) {
         std::vector<T>& mine = own[c * world + r];
@@ -415,13 +418,18 @@ bool refused(const std::function<void()>& call) {
 // Rank 2 makes another call, in another grid: all ranks say the same, and nothing is written.
 void mismatch() {
   constexpr int kWorld = 3;
-  Group group(kWorld);
-  for (const bool other_type : {false, true}) {
+  for (const Field field : {Field::count, Field::dtype, Field::weight, Field::scale}) {
     Group fresh(kWorld);
     for (int r = 0; r < kWorld; ++r) {
       std::fill_n(fresh.segment<float>(r), 300, 1.0f + static_cast<float>(r));
-      Call call = all_reduce_of(r == 2 && !other_type ? 20 : 300, Algorithm::two_shot);
-      if (r == 2 && other_type) call.dtype = DType::int32;
+      // Only where a switch adds must factors be alike.
+      const bool by_switch = field == Field::scale;
+      const std::size_t count = r == 2 && field == Field::count ? 20 : 300;
+      Call call = all_reduce_of(count, by_switch ? Algorithm::multimem : Algorithm::two_shot);
+      if (r == 2 && field == Field::dtype) call.dtype = DType::int32;
+      if (r == 2 && field == Field::weight) call.weight = 0;
+      if (r == 0 && field == Field::weight) call.weight = kAbsent;
+      if (r == 2 && field == Field::scale) call.scale = 0.5;
       fresh.ranks[r]->run(call, fresh.segment<float>(r), fresh.segment<float>(r),
                           r == 2 ? 1 : kBlocks, 0);
     }
@@ -429,7 +437,7 @@ void mismatch() {
     for (int r = 0; r < kWorld; ++r) {
       const FailureRecord record = failure_of(*fresh.ranks[r]);
       expect(record.failure == Failure::mismatch && record.peer == 2 && record.epoch == 1 &&
-                 record.field == (other_type ? Field::dtype : Field::count) && !record.written,
+                 record.field == field && !record.written,
              "a mismatch is the same on rank " + std::to_string(r));
       bool same = true;
       for (int i = 0; i < 300; ++i)

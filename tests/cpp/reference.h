@@ -128,9 +128,10 @@ struct Factors {
   double before = 1;
   double after = 1;
   int divisor = 1;
+  bool alike = false;  // one factor for all
 
   double of(int rank) const {
-    if (before == 1) return 1;
+    if (before == 1 || alike) return before;
     return rank % 5 == 3 ? 0 : before + 0.1 * rank;
   }
 };

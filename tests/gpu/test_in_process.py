@@ -38,14 +38,14 @@ def test_all_reduce_has_the_bits_of_the_reference(group, algorithm, dtype):
     for number, count in enumerate(count_of(algorithm, dtype)):
         for op in ("sum", "mean", "min", "max") if count < 2000 else ("mean",):
             weighted = dtype.is_floating_point and op == "mean"
-            weights = [rank + 0.5 if weighted else 1.0 for rank in range(group.world_size)]
+            weights = [rank + 0.5 for rank in range(group.world_size)] if weighted else None
             inputs = make_inputs(number, group.world_size, count, dtype, special=True)
             for rank in range(group.world_size):
                 group.segments[rank][: inputs[0].nbytes + 64].fill_(0xA5)
             tensors = [group.place(rank, each) for rank, each in enumerate(inputs)]
             group.all_reduce(tensors, algorithm, op=op, weights=weights)
             how = reference.ring_all_reduce if algorithm == "ring" else reference.all_reduce
-            expected = how(inputs, op, weights, weights if weighted else None)
+            expected = how(inputs, op, weights or 1.0, weights)
             for rank, tensor in enumerate(tensors):
                 assert same_bits(tensor.cpu(), expected), (count, op, rank)
                 around = group.segments[rank][inputs[0].nbytes : inputs[0].nbytes + 64]
