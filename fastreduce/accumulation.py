@@ -150,6 +150,11 @@ class TreeAccumulator:
     def _accumulated(self, parameter: nn.Parameter) -> None:
         grad = parameter.grad
         assert grad is not None
+        if parameter in self._fired:
+            raise RuntimeError(
+                "two gradients of one parameter in one shard: expected one backward pass for each "
+                "shard (and no reentrant checkpoints that share parameters)"
+            )
         self._fired.add(parameter)
         self._used[parameter] = grad.sparse_dim() if grad.is_sparse else 0
         self._keep(parameter, grad)

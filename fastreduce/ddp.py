@@ -76,7 +76,7 @@ class HookState:
         self._none_if_empty = none_if_empty
         self._record = record
         self._closed = False
-        self._met = False  # a synchronised pass
+        self._begun = 0  # synchronised passes
         self._names: dict[nn.Parameter, str] = {}
         self._elements = 0  # of the model's buckets
         # Weights since the last pass: their sum and the last one; None where none was given.
@@ -135,8 +135,9 @@ class HookState:
         self._elements = sum(map(elements_of, self._names))
         if not self._count_unused:
             for parameter in self._names:
+                # Runs before DDP's own, which calls the hook.
                 noting = _noting(weakref.ref(self), self._names[parameter])
-                self._handles.append(parameter.register_hook(noting))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(noting))
 
     def _find_model(self) -> DistributedDataParallel:
         """The one on which this state is registered. Raises if there is none, or another one."""
@@ -144,12 +145,7 @@ class HookState:
         if self._model is not None and model is None:
             raise RuntimeError("the DDP model of this state is gone")
         if model is None:
-            found = [
-                each
-                for each in gc.get_objects()
-                if issubclass(type(each), DistributedDataParallel)
-                and any(state is self for _, state in each._comm_hooks)
-            ]
+            found = _models_with(self)
             if len(found) != 1:
                 raise RuntimeError(
                     f"expected a state registered on one DDP model, this one is on {len(found)}"
@@ -162,6 +158,15 @@ class HookState:
             model = found[0]
             self._bind(model)
         return model
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("this state is closed")
+
+    def _refuse_others(self) -> None:
+        model = self._find_model()
+        if any(each is not model for each in _models_with(self)):
+            raise RuntimeError("this state is registered on another DDP model, too: make one each")
 
     def note_forward(self) -> None:
         """A forward pass has come to its end."""
@@ -198,6 +203,7 @@ class HookState:
                 as of a loss with ``reduction="sum"``; the result is sum(grad) / sum(n), right also
                 where micro-batches of different sizes are accumulated.
         """
+        n = float(n)
         check_weight("n", n)
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
@@ -213,10 +219,10 @@ class HookState:
             self._weight = None  # no forward pass has come after the last one: it failed
         self._forwards = 0
         self._reduction = reduction
-        self._latest = float(n)
+        self._latest = n
         if self._shards is not None:
-            self._shards.weigh(float(n), reduction)
-        self._weight = (self._weight or 0.0) + float(n)
+            self._shards.weigh(n, reduction)
+        self._weight = (self._weight or 0.0) + n
 
     def discard_weight(self) -> None:
         """Forgets what :meth:`weight` was given since the last synchronised pass: of a batch that
@@ -356,11 +362,10 @@ class HookState:
 
     def _enter(self, elements: int, last: bool, joined: bool | None = None) -> "_Pass":
         """The pass to which so many more elements belong."""
-        if self._closed:
-            raise RuntimeError("this state is closed")
-        if self._model is None:
+        self._refuse_closed()
+        if not self._begun:
             self._find_model()
-        self._met = True
+            self._refuse_others()
         current = self._pass
         if joined is None:
             # DDP calls the hook with zeros outside of any backward pass.
@@ -369,6 +374,7 @@ class HookState:
             current.joined = joined
             current.scale, current.weight = self._factors(joined)
             self._weight = None
+            self._begun += 1
         current.elements += elements
         if last or current.elements >= self._elements:
             self._pass = _Pass()
@@ -561,15 +567,16 @@ class HookState:
             ValueError: the count does not fit, or gradients are left from before.
         """
         model = self._find_model()
+        self._refuse_closed()
         communicator = self.communicator
         rank, ranks = communicator.rank, communicator.world_size
         if count < 1 or count & (count - 1) or count % ranks:
             raise ValueError(
-                f"count: expected a power of two that the {ranks} ranks divide, got {count}"
+                f"count: expected a power of two that the number of ranks, {ranks}, divides (so it "
+                f"has to be one, too), got {count}"
             )
-        if self._shards is not None:
-            raise RuntimeError("the shards of another step are under way")
-        if model.static_graph and not self._met and count > ranks:
+        self._refuse_nested()
+        if model.static_graph and not self._begun and count > ranks:
             raise RuntimeError(
                 "static_graph=True: DDP cannot accumulate before its first synchronised pass; make "
                 "one step without shards first"
@@ -580,7 +587,13 @@ class HookState:
                 raise ValueError(f"{name} has a gradient from before: call zero_grad() first")
         return self._run_shards(model, rank * (count // ranks), count // ranks)
 
+    def _refuse_nested(self) -> None:
+        if self._shards is not None:
+            raise RuntimeError("the shards of another step are under way")
+
     def _run_shards(self, model: DistributedDataParallel, first: int, own: int) -> Iterator[int]:
+        self._refuse_nested()
+        begun = self._begun
         for parameter in self._names:
             parameter.grad = None
         accumulator = TreeAccumulator(list(self._names), own, self._spares)
@@ -590,7 +603,12 @@ class HookState:
                 last = shard == own - 1
                 with contextlib.nullcontext() if last else model.no_sync():
                     yield first + shard
+                self._refuse_closed()
                 shards.end(self._weighted)
+            if self._begun == begun:
+                raise UnsynchronizedError(
+                    "the last shard had no synchronised backward pass of the DDP model"
+                )
         finally:
             self._shards = None
             self._weight = None
@@ -602,8 +620,15 @@ class HookState:
         """What has to be saved with the model and the optimizer to go on exactly: weights given
         and parameters used since the last synchronised pass, by parameter name. The same keys
         for every layout of buckets and number of ranks. Between two micro-batches the values are
-        each rank's own, as is ``.grad``, which has to be saved too."""
+        each rank's own, as is ``.grad``, which has to be saved too. (With
+        ``find_unused_parameters``, only between steps: which parameters were used before, DDP
+        itself does not save.)
+
+        Raises:
+            RuntimeError: shards are under way.
+        """
         self._find_model()
+        self._refuse_nested()
         return {
             "format": _FORMAT,
             "passes": self._passes,
@@ -626,6 +651,8 @@ class HookState:
         self._find_model()
         if state.get("format") != _FORMAT:
             raise ValueError(f"format: expected {_FORMAT}, got {state.get('format')}")
+        if absent := sorted(set(self.state_dict()) - set(state)):
+            raise ValueError(f"state: {absent} are missing")
         saved = state["parameters"]
         missing = sorted(set(self._names.values()) - set(saved))
         unknown = sorted(set(saved) - set(self._names.values()))
@@ -690,6 +717,16 @@ def _completed(tensor: Tensor) -> "Future[Tensor]":
     future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)
     return future
+
+
+def _models_with(state: HookState) -> list[DistributedDataParallel]:
+    """On which the state is registered. torch does not tell a hook of what model a bucket is."""
+    return [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), DistributedDataParallel)
+        and any(registered is state for _, registered in each._comm_hooks)
+    ]
 
 
 def _completed_forward(state: "weakref.ref[HookState]") -> Callable[..., None]:
@@ -766,7 +803,7 @@ def all_reduce_hook(
             hint = ": HookState(communicator)" if isinstance(state, Communicator) else ""
             raise TypeError(f"state: expected a HookState, got {type(state).__name__}{hint}")
         return state.average(bucket)
-    except BaseException as error:  # not even a KeyboardInterrupt may leave a hook
+    except Exception as error:
         known = isinstance(state, HookState) and state._communicator is not None
         averaged: Future[Tensor] = Future()
         fail(averaged, error, state.communicator._errors if known else [])

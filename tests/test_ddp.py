@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -293,6 +297,13 @@ def states():
         ddp.register_comm_hook(state, fastreduce.all_reduce_hook)
     with pytest.raises(RuntimeError, match="on one DDP model, this one is on 2"):
         models[0](torch.ones(1, 4)).sum().backward()
+    attached = DistributedDataParallel(nn.Linear(4, 2))
+    state = fastreduce.attach(attached, timeout=TIMEOUT)
+    other = DistributedDataParallel(nn.Linear(4, 2))
+    other.register_comm_hook(state, fastreduce.all_reduce_hook)
+    with pytest.raises(RuntimeError, match="registered on another DDP model, too"):
+        other(torch.ones(1, 4)).sum().backward()
+    state.close()
     comm.close()
 
 
@@ -327,6 +338,28 @@ def made_first():
 
 def test_state_made_before_its_model(ranks):
     assert ranks(4).run(made_first) == [0.5, 0.5, 2.5, 2.5]
+
+
+def interrupted():
+    """Ctrl-C while the last bucket waits for a peer is a KeyboardInterrupt, and the peer is told."""
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    state = fastreduce.attach(ddp, timeout=TIMEOUT)
+    ddp(torch.ones(1, 4)).sum().backward()
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            ddp(torch.ones(1, 4)).sum().backward()
+    else:
+        time.sleep(1.5)
+        with pytest.raises(RuntimeError, match="rank 0 was interrupted"):
+            ddp(torch.ones(1, 4)).sum().backward()
+    state.close()
+
+
+def test_interrupt(ranks):
+    ranks(2).run(interrupted)
 
 
 def test_hook_signature():

@@ -297,7 +297,7 @@ def interrupted():
     with fastreduce.attach(ddp, timeout=TIMEOUT) as state:
         x = torch.full((1, 3), 1.0)
         for wrong in (0, 1, 3, 6, -4):
-            with pytest.raises(ValueError, match="power of two"):
+            with pytest.raises(ValueError, match="power of two that the number of ranks, 2"):
                 state.shards(wrong)
         for shard in state.shards(8):
             ddp(x).sum().backward()
@@ -307,6 +307,25 @@ def interrupted():
                 break
         with pytest.raises(ValueError, match=r"weight has a gradient.*zero_grad"):
             state.shards(8)
+        ddp.zero_grad()
+        # Two loops made before either begins; two passes in one shard; none in the last one.
+        with pytest.raises(RuntimeError, match="under way"):
+            list(zip(state.shards(8), state.shards(8), strict=True))
+        assert ddp.require_backward_grad_sync
+        with pytest.raises(RuntimeError, match="two gradients of one parameter in one shard"):
+            for _ in state.shards(8):
+                ddp(x).sum().backward()
+                ddp(x).sum().backward()
+        ddp.zero_grad()
+        with pytest.raises(fastreduce.UnsynchronizedError, match="last shard"):
+            for shard in state.shards(8):
+                if shard % 4 < 3:
+                    ddp(x).sum().backward()
+        ddp.zero_grad()
+        for _ in state.shards(8):
+            with pytest.raises(RuntimeError, match="under way"):
+                state.state_dict()
+            break
         ddp.zero_grad()
         with pytest.raises(RuntimeError, match=r"zero_grad.* belongs before the loop"):
             for _ in state.shards(8):

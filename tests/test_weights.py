@@ -256,6 +256,8 @@ def unused(count_unused, weighted):
             ddp.zero_grad()
             if weighted:
                 state.weight(rank + 1)
+            # This is no use of it.
+            torch.autograd.grad(model(torch.ones(1, 3), True).sum(), model.some.weight)
             ddp(torch.full((1, 3), float(step + rank)), rank == last).sum().backward()
             n = [rank + 1 if weighted else 1 for rank in range(world_size)]
             both = sum(n[r] * (step + r) for r in range(world_size)) / sum(n)
