@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,8 @@ _BARRIER = (
 )
 
 _MAX_PLANS = 4096
+
+Number = TypeVar("Number", int, float)
 
 # A Future, its tensor, and who else wants to know of the call's end.
 _Promise = tuple["Future[Tensor]", Tensor, "Done | None"]
@@ -176,7 +178,7 @@ class Communicator:
         async_op: bool = False,
         *,
         scale: float = 1.0,
-        weight: float | None = None,
+        weight: enums.Weight | None = None,
         move: bool = False,
         deterministic: bool = False,
     ) -> Work | None:
@@ -197,10 +199,11 @@ class Communicator:
                 it 0, whatever it holds. On GPUs, ranks with different ones give a weight, or name
                 the algorithm.
             weight: this rank's part of the divisor of a mean, instead of 1: the result is
-                sum(scale x tensor) / sum(weight). All ranks give one, or none does (but see
-                :data:`fastreduce.enums.ABSENT`). A weighted mean is ``scale=n, weight=n``. Where
-                the weights' sum is 0, so must be the scales, and the result is 0. 0, or 1e-30 to
-                1e30.
+                sum(scale x tensor) / sum(weight). All ranks give one, or none does. A weighted mean
+                is ``scale=n, weight=n``. Where the weights' sum is 0, so must be the scales, and
+                the result is 0. 0, or 1e-30 to 1e30. A rank that cannot know whether the others
+                give weights is ``"absent"``: it counts as 0 if they do and as 1 if not;
+                ``"ordinary"`` is None where some rank may be absent.
             deterministic: as for the constructor, in this call.
             move: a tensor in private memory is moved into shared memory, in place and under all
                 its views, if that can be done. For buffers that live long and that torch alone
@@ -250,7 +253,7 @@ class Communicator:
         op: Op = "mean",
         *,
         scale: float = 1.0,
-        weight: float | None = None,
+        weight: enums.Weight | None = None,
         move: bool = False,
         deterministic: bool = False,
         done: Done | None = None,
@@ -280,7 +283,7 @@ class Communicator:
         tensor: Tensor,
         op: Op,
         scale: float,
-        weight: float | None,
+        weight: enums.Weight | None,
         move: bool,
         deterministic: bool,
         done: Done | None,
@@ -679,7 +682,7 @@ class Communicator:
         algorithm: str,
         async_op: bool,
         scale: float,
-        weight: float | None,
+        weight: enums.Weight | None,
         deterministic: bool,
     ) -> Work | None:
         """Errors of the arguments, and tensors or groups that do not share memory."""
@@ -785,7 +788,7 @@ class Communicator:
         algorithm: Algorithm,
         async_op: bool,
         scale: float,
-        weight: float | None,
+        weight: enums.Weight | None,
         deterministic: bool,
     ) -> None:
         """Through a contiguous copy: the ranks' strides need not be alike."""
@@ -866,7 +869,7 @@ def _end(core: _C.HostCommunicator, notifier: list[threading.Thread], drain: boo
             thread.join()
 
 
-def _number(what: str, table: dict[Any, int], key: Any) -> int:
+def _number(what: str, table: dict[Any, Number], key: Any) -> Number:
     number = table.get(key)
     if number is None:
         allowed = ", ".join(str(k) for k in table)
@@ -881,7 +884,7 @@ def _checksum(shape: torch.Size, dtype: torch.dtype | None = None) -> int:
     return zlib.crc32(repr((tuple(shape), dtype)).encode())
 
 
-def _check_factors(scale: float, weight: float | None, op: str, tensor: Tensor) -> float:
+def _check_factors(scale: float, weight: enums.Weight | None, op: str, tensor: Tensor) -> float:
     """What this rank announces as its weight."""
     if scale != 1.0 and not tensor.is_floating_point():
         raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
@@ -892,9 +895,10 @@ def _check_factors(scale: float, weight: float | None, op: str, tensor: Tensor) 
             f"weight: expected None but for the mean of a floating type, got {weight} for the {op} "
             f"of {tensor.dtype}"
         )
-    if weight not in (enums.ORDINARY, enums.ABSENT):
-        check_weight("weight", weight)
-        check_weight("scale", abs(scale))
+    if isinstance(weight, str):
+        return _number("weight", enums.WEIGHT, weight)
+    check_weight("weight", weight)
+    check_weight("scale", abs(scale))
     return float(weight)
 
 

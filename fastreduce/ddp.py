@@ -84,6 +84,7 @@ class HookState:
         self._latest = 1.0
         self._forwards = 0  # that have been completed since the last one was given
         self._handles: list[RemovableHandle] = []
+        self._watch: RemovableHandle | None = None  # of forward passes
         self._reduction: Reduction = "mean"
         self._weighted = False  # weights have been given at some time
         self._used: dict[str, float] = {}  # weights of those that used a parameter, by name
@@ -212,9 +213,10 @@ class HookState:
                 f"reduction: expected {self._reduction!r} as in the micro-batches before, "
                 f"got {reduction!r}"
             )
-        if not self._weighted:
-            self._weighted = True
-            self._find_model().register_forward_hook(_completed_forward(weakref.ref(self)))
+        self._weighted = True
+        if self._watch is None:
+            noting = _completed_forward(weakref.ref(self))
+            self._watch = self._find_model().register_forward_hook(noting)
         if not self._forwards:
             self._weight = None  # no forward pass has come after the last one: it failed
         self._forwards = 0
@@ -229,10 +231,10 @@ class HookState:
         is skipped after its forward pass."""
         self._weight = None
 
-    def _factors(self, joined: bool) -> tuple[float, float | None]:
+    def _factors(self, joined: bool) -> tuple[float, enums.Weight | None]:
         """Scale and weight of this rank's buckets in a pass."""
         if joined:  # what it has are zeros
-            return 1.0, enums.ABSENT
+            return 1.0, "absent"
         if self._shards is not None:
             return 1.0, self._shards.total(self._weighted)
         if self._weighted:
@@ -244,7 +246,7 @@ class HookState:
         model = self._find_model()
         if not model.__dict__.get("_divide_by_initial_world_size", True):
             return 1.0, 1.0
-        return 1.0, enums.ORDINARY if model._join_config.enable else None
+        return 1.0, "ordinary" if model._join_config.enable else None
 
     # -- buckets ------------------------------------------------------------------------------
 
@@ -522,7 +524,7 @@ class HookState:
 
         def look() -> None:
             nonlocal seen
-            seen = self._newer_than(seen)
+            seen = self._checked = self._newer_than(seen)
 
         def check(_: Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
             optimizer, *given = arguments
@@ -762,7 +764,7 @@ class _Pass:
         self.joined = False
         self.task = -1
         self.scale = 1.0
-        self.weight: float | None = None
+        self.weight: enums.Weight | None = None
         self.empty = False
         self.stats = StepStats()
 

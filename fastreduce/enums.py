@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from fastreduce import _C, errors
@@ -13,7 +15,9 @@ DTYPE: dict[torch.dtype, int] = {
 OP = {name: number for number, name in enumerate(errors.OPS)}
 # What a rank can announce instead of a weight: it counts as 1, as all do; or it has nothing to
 # contribute, and counts as 0 where others give weights and as 1 where they do not.
-ORDINARY, ABSENT = -1.0, -2.0
+WEIGHT = {"ordinary": -1.0, "absent": -2.0}
+ORDINARY = WEIGHT["ordinary"]
+Weight = float | Literal["ordinary", "absent"]
 ALGORITHM = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 
 

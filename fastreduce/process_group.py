@@ -122,11 +122,11 @@ class _Work:
         return self._waited or bool(self._work.is_completed())
 
 
-def announcement(weight: float | None) -> list[float]:
+def announcement(weight: enums.Weight | None) -> list[float]:
     """What a rank tells of its weight, to be summed over the ranks for :func:`total_of`."""
-    ordinary, absent = weight in (None, enums.ORDINARY), weight == enums.ABSENT
-    given = not ordinary and not absent
-    return [(weight or 0.0) if given else 0.0, float(given), float(ordinary), float(absent)]
+    if isinstance(weight, (int, float)):
+        return [float(weight), 1.0, 0.0, 0.0]
+    return [0.0, 0.0, 0.0, 1.0] if weight == "absent" else [0.0, 0.0, 1.0, 0.0]
 
 
 def total_of(announced: Tensor) -> Tensor:
@@ -140,7 +140,9 @@ class _Total:
     """The sum of the ranks' weights, under way beside the tensor's own all-reduce: a backend sums
     one tensor in one way."""
 
-    def __init__(self, weight: float, device: torch.device, group: ProcessGroup | None) -> None:
+    def __init__(
+        self, weight: enums.Weight, device: torch.device, group: ProcessGroup | None
+    ) -> None:
         self._parts = torch.tensor(announcement(weight), dtype=torch.float64, device=device)
         self._work: Any = dist.all_reduce(self._parts, group=group, async_op=True)
 
@@ -184,7 +186,12 @@ class ProcessGroupTransport:
         return values
 
     def all_reduce(
-        self, tensor: Tensor, op: str, async_op: bool, scale: float, weight: float | None = None
+        self,
+        tensor: Tensor,
+        op: str,
+        async_op: bool,
+        scale: float,
+        weight: enums.Weight | None = None,
     ) -> _Work | None:
         group = self._group
         total = self._total_of(weight, tensor)
@@ -193,7 +200,7 @@ class ProcessGroupTransport:
         work = dist.all_reduce(summed, how, group=group, async_op=async_op)
         return self._finish(work, lambda: self._settle(tensor, summed, op, how, total))
 
-    def _total_of(self, weight: float | None, tensor: Tensor) -> _Total | None:
+    def _total_of(self, weight: enums.Weight | None, tensor: Tensor) -> _Total | None:
         return None if weight is None else _Total(weight, tensor.device, self._group)
 
     def all_reduce_future(
@@ -202,7 +209,7 @@ class ProcessGroupTransport:
         tensor: Tensor,
         op: str,
         scale: float,
-        weight: float | None,
+        weight: enums.Weight | None,
         errors: list[BaseException],
         done: Done | None = None,
     ) -> None:
