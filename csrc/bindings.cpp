@@ -31,6 +31,12 @@ auto uninterrupted(F work) {
   }
 }
 
+py::tuple as_tuple(const Account& account) {
+  return py::make_tuple(account.begin.time_since_epoch().count(),
+                        account.end.time_since_epoch().count(), account.waited.count(),
+                        account.latest, account.latest_wait.count());
+}
+
 // Memory of one rank that its peers can map. Buffer protocol: a tensor made from it keeps it.
 class Allocation {
  public:
@@ -109,14 +115,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("done", &Work::done)
       .def_property_readonly("total", &Work::total)
-      .def_property_readonly("account",
-                             [](const Work& work) {
-                               const Account& account = work.account();
-                               return py::make_tuple(account.begin.time_since_epoch().count(),
-                                                     account.end.time_since_epoch().count(),
-                                                     account.waited.count(), account.latest,
-                                                     account.latest_wait.count());
-                             })
+      .def_property_readonly("account", [](const Work& work) { return as_tuple(work.account()); })
       .def(
           "wait",
           [](Work& work, Clock::duration timeout) {
@@ -188,6 +187,18 @@ PYBIND11_MODULE(_C, m) {
                         check_signals);
                return true;
              });
+           })
+      .def("run_told",
+           [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
+              std::uint64_t count, int root, double scale, double weight, int segment) {
+             Call call = make_call(plan, count, root, scale, weight);
+             call.segment = segment;
+             Account account;
+             const double total = uninterrupted([&] {
+               return self.run(call, reinterpret_cast<const void*>(in),
+                               reinterpret_cast<void*>(out), check_signals, &account);
+             });
+             return std::make_pair(total, as_tuple(account));
            })
       .def("submit",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,

@@ -199,8 +199,8 @@ Watch HostCommunicator::make_watch(const Patience& patience,
   return watch;
 }
 
-void HostCommunicator::run(const Call& call, const void* in, void* out,
-                           const std::function<bool()>& interrupted) {
+double HostCommunicator::run(const Call& call, const void* in, void* out,
+                             const std::function<bool()>& interrupted, Account* account) {
   refuse_child();
   // The last thing that happens here, if a signal handler closed the communicator meanwhile.
   struct Close {
@@ -220,7 +220,8 @@ void HostCommunicator::run(const Call& call, const void* in, void* out,
       stop_ = Failure::interrupted;
       work->wait(Clock::duration::max() / 4, nullptr);
     }
-    return;
+    if (account != nullptr) *account = work->account();
+    return work->total();
   }
   busy_ = true;
   lock.unlock();
@@ -233,7 +234,12 @@ void HostCommunicator::run(const Call& call, const void* in, void* out,
       if (!of.queue_.empty() || of.closing_) of.changed_.notify_all();
     }
   } idle{*this};
-  execute(call, in, out, make_watch(options_.foreground, &interrupted));
+  Watch watch = make_watch(options_.foreground, &interrupted);
+  watch.account = account;
+  if (account != nullptr) account->begin = Clock::now();
+  const double total = execute(call, in, out, watch);
+  if (account != nullptr) account->end = Clock::now();
+  return total;
 }
 
 std::shared_ptr<Work> HostCommunicator::submit(const Call& call, const void* in, void* out,

@@ -70,9 +70,11 @@ class HostCommunicator {
                    const Options& options, const std::function<bool()>& interrupted);
   ~HostCommunicator();
 
-  // Runs a call on this thread, after all that are queued. `interrupted` is asked now and
-  // then while it waits.
-  void run(const Call& call, const void* in, void* out, const std::function<bool()>& interrupted);
+  // Runs a call on this thread, after all that are queued, and returns the sum of the ranks'
+  // weights. `interrupted` is asked now and then while it waits. With `account`, notes its times
+  // there.
+  double run(const Call& call, const void* in, void* out, const std::function<bool()>& interrupted,
+             Account* account = nullptr);
   // Queues a call for the communication thread. With notify >= 0, next_completed() reports it.
   std::shared_ptr<Work> submit(const Call& call, const void* in, void* out, std::int64_t notify);
   // Whether the communication thread keeps an Account of each call.

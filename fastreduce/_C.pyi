@@ -87,6 +87,20 @@ class HostCommunicator:
         segment: int,
         /,
     ) -> None: ...
+    def run_told(
+        self,
+        plan: int,
+        input: int,
+        output: int,
+        count: int,
+        root: int,
+        scale: float,
+        weight: float,
+        segment: int,
+        /,
+    ) -> tuple[float, tuple[int, int, int, int, int]]:
+        """``run``, and what a Work knows: its total and its account."""
+
     def submit(
         self,
         plan: int,

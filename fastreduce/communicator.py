@@ -181,6 +181,7 @@ class Communicator:
         weight: enums.Weight | None = None,
         move: bool = False,
         deterministic: bool = False,
+        done: Done | None = None,
     ) -> Work | None:
         """Replaces ``tensor``, in place, by the reduction over all ranks.
 
@@ -205,6 +206,9 @@ class Communicator:
                 give weights is ``"absent"``: it counts as 0 if they do and as 1 if not;
                 ``"ordinary"`` is None where some rank may be absent.
             deterministic: as for the constructor, in this call.
+            done: called once a call that is not asynchronous has succeeded, with the sum of the
+                ranks' weights and the call's times (see ``_C.Work.account``). Where tensors of the
+                CPU share memory only.
             move: a tensor in private memory is moved into shared memory, in place and under all
                 its views, if that can be done. For buffers that live long and that torch alone
                 holds, such as DDP's buckets: whoever has a raw pointer into it (a DLPack
@@ -244,7 +248,10 @@ class Communicator:
         at = tensor.data_ptr()
         if async_op:
             return self._submit((plan, at, at, count, 0, scale, part, segment), tensor)
-        core.run(plan, at, at, count, 0, scale, part, segment)
+        if done is None:
+            core.run(plan, at, at, count, 0, scale, part, segment)
+        else:
+            done(*core.run_told(plan, at, at, count, 0, scale, part, segment))
         return None
 
     def all_reduce_future(
@@ -264,9 +271,8 @@ class Communicator:
 
         Args:
             tensor, op, scale, weight, move, deterministic: as for :meth:`all_reduce`; contiguous.
-            done: called once the call has succeeded, before the Future is completed, with the sum
-                of the ranks' weights and, where they are recorded, the call's times (see
-                ``_C.Work.account``). On the CPU only.
+            done: as for :meth:`all_reduce`, before the Future is completed; times are known only
+                where they are recorded. On the CPU only.
         """
         on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
         # A Future without devices would not make its reader's stream wait.

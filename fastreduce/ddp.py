@@ -96,6 +96,7 @@ class HookState:
         self._lock = threading.Lock()
         self._checked = 0
         self._steps: deque[StepStats] = deque(maxlen=_KEPT_STEPS)
+        self._algorithms: dict[tuple[int, torch.dtype, bool, bool], str] = {}
         if source is None:
             inspect.signature(Communicator).bind(None, **kwargs)
             return
@@ -259,9 +260,10 @@ class HookState:
             raise RuntimeError(f"none_if_empty: expected gradients on the CPU, got {buffer.device}")
         note = self._note(current, buffer)
         if note is not None and current.whole and not current.joined:
-            _after_backward(current.stats.end_backward, lambda: self._end_pass(current))
+            current.stats.end_backward()  # but for what reduces: every gradient is there
+            _after_backward(lambda: self._end_pass(current))
         # DDP waits as soon as it has the last bucket's Future: that needs no other thread.
-        here = last and note is None and buffer.is_cpu and self.communicator.shared_memory
+        here = last and buffer.is_cpu and self.communicator.shared_memory
         try:
             if buffer.is_sparse:
                 averaged, here = self._average_sparse(bucket, current, note), True
@@ -293,12 +295,15 @@ class HookState:
     ) -> Future[Tensor]:
         scale, weight, ordered = current.scale, current.weight, self._shards is not None
         if self._record:
-            current.stats.buckets[-1].algorithm = self.communicator.algorithm(
-                tensor, weighted=weight is not None, deterministic=ordered
-            )
+            key = (tensor.nbytes, tensor.dtype, weight is not None, ordered)
+            if key not in self._algorithms:
+                self._algorithms[key] = self.communicator.algorithm(
+                    tensor, weighted=weight is not None, deterministic=ordered
+                )
+            current.stats.buckets[-1].algorithm = self._algorithms[key]
         if here:
             self.communicator.all_reduce(
-                tensor, scale=scale, weight=weight, move=True, deterministic=ordered
+                tensor, scale=scale, weight=weight, move=True, deterministic=ordered, done=note
             )
             return _completed(tensor)
         return self.communicator.all_reduce_future(
@@ -769,16 +774,11 @@ class _Pass:
         self.stats = StepStats()
 
 
-def _after_backward(computed: Callable[[], None], finished: Callable[[], None]) -> None:
+def _after_backward(finished: Callable[[], None]) -> None:
     """Called by the hook of the last bucket, before DDP queues its own callback, which waits for
-    the Futures: ``computed`` runs before that one and ``finished`` after it, if it succeeds."""
+    the Futures: ``finished`` runs after that one, if it succeeds."""
     engine = torch.autograd.Variable._execution_engine
-
-    def first() -> None:
-        computed()
-        engine.queue_callback(finished)
-
-    engine.queue_callback(first)
+    engine.queue_callback(lambda: engine.queue_callback(finished))
 
 
 def all_reduce_hook(

@@ -62,7 +62,7 @@ class StepStats:
 
     Attributes:
         buckets: in order.
-        backward_ended: instant at which this rank's own backward computation was through.
+        backward_ended: instant at which the last gradient of this rank was computed.
     """
 
     buckets: list[BucketStats] = field(default_factory=list)
