@@ -152,7 +152,7 @@ class Communicator:
         # Calls of the communication thread, in order, and the tensors they work on.
         self._pending: deque[tuple[list[_C.Work], tuple[Tensor, ...]]] = deque()
         self._futures: dict[int, _Promise] = {}
-        self._errors: list[BaseException] = []
+        self._errors: list[Exception] = []
         self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._next_future = 0
@@ -545,7 +545,7 @@ class Communicator:
             self._pending.clear()
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self) -> Exception | None:
         """The first exception that went into a Future of :meth:`all_reduce_future`. From the hook,
         DDP raises it out of ``backward()`` as a RuntimeError with its text; this is itself."""
         return self._errors[0] if self._errors else None
@@ -826,7 +826,7 @@ class Communicator:
 def _notify(
     core: _C.HostCommunicator,
     futures: dict[int, _Promise],
-    errors: list[BaseException],
+    errors: list[Exception],
 ) -> None:
     """Completes Futures as their calls end, beside the communication thread, which therefore
     never waits for the interpreter. Ends when the communicator has been closed."""

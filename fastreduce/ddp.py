@@ -209,6 +209,8 @@ class HookState:
         check_weight("n", n)
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
+        if not self._forwards:
+            self._weight = None  # no forward pass has come after the last one: it failed
         if self._weight is not None and reduction != self._reduction:
             raise ValueError(
                 f"reduction: expected {self._reduction!r} as in the micro-batches before, "
@@ -218,8 +220,7 @@ class HookState:
         if self._watch is None:
             noting = _completed_forward(weakref.ref(self))
             self._watch = self._find_model().register_forward_hook(noting)
-        if not self._forwards:
-            self._weight = None  # no forward pass has come after the last one: it failed
+            self._handles.append(self._watch)
         self._forwards = 0
         self._reduction = reduction
         self._latest = n
@@ -572,6 +573,10 @@ class HookState:
 
         Raises:
             ValueError: the count does not fit, or gradients are left from before.
+            RuntimeError: shards are under way; or the first pass with ``static_graph``. From the
+                loop: ``.grad`` was replaced, there were two backward passes in a shard, or no path
+                keeps the order of summation.
+            UnsynchronizedError: from the loop: there was no backward pass in the last shard.
         """
         model = self._find_model()
         self._refuse_closed()
@@ -795,8 +800,8 @@ def all_reduce_hook(
     ``zero_grad`` averages what has been averaged, as without this hook. Sparse gradients are
     averaged row by row, and coalesced.
 
-    Never raises: what goes wrong travels through the Future, and ``backward()`` raises it as a
-    RuntimeError (``state.communicator.error`` is the exception itself).
+    Never raises (but for Ctrl-C): what goes wrong travels through the Future, and ``backward()``
+    raises it as a RuntimeError (``state.communicator.error`` is the exception itself).
     """
     if isinstance(bucket, tuple):  # of a compiled reducer: a gradient and its parameter
         return compiled.average_gradient_(bucket[0], state.handle)  # type: ignore[no-any-return]

@@ -79,14 +79,12 @@ def as_timedelta(seconds: float | timedelta) -> timedelta:
     return timedelta(seconds=min(seconds, 10 * 365 * 86400))
 
 
-def fail(future: Future[Tensor], error: BaseException, errors: list[BaseException]) -> None:
+def fail(future: Future[Tensor], error: Exception, errors: list[Exception]) -> None:
     """Completes ``future`` with ``error``, which also becomes the first of ``errors`` if none is.
     Without its traceback, whose frames hold the Future: nothing would ever free the two."""
     error = error.with_traceback(None)
     if not errors:
         errors.append(error)
-    if not isinstance(error, Exception):  # a Future takes no other
-        error = RuntimeError(f"interrupted by {type(error).__name__}")
     future.set_exception(error)  # type: ignore[arg-type]
 
 
@@ -210,7 +208,7 @@ class ProcessGroupTransport:
         op: str,
         scale: float,
         weight: enums.Weight | None,
-        errors: list[BaseException],
+        errors: list[Exception],
         done: Done | None = None,
     ) -> None:
         """``future`` is completed with ``tensor``; an exception is also added to ``errors``."""

@@ -349,10 +349,14 @@ def wrong():
                 state.weight(n)
         with pytest.raises(ValueError, match="reduction"):
             state.weight(1, "max")
+        batch = samples(0, 0, 2)
+        state.weight(2, "mean")  # replaced, since no forward pass comes before the next one
         state.weight(2, "sum")
+        with ddp.no_sync():
+            loss(ddp, *batch, "sum").backward()
         with pytest.raises(ValueError, match="micro-batches before"):
             state.weight(2, "mean")
-        batch = samples(0, 0, 2)
+        state.weight(2, "sum")
         loss(ddp, *batch, "sum").backward()
         # Forgotten: an error, and not the mean of the ranks.
         with pytest.raises(RuntimeError, match="but not for this one"):
