@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Lines, shared_files
+from conftest import Lines, nothing_left, shared_files
 
 import fastreduce
 from fastreduce import memory
@@ -189,7 +189,7 @@ def without_shm():
     comm = fastreduce.Communicator(timeout=TIMEOUT)
     tensor = comm.empty(COUNT).fill_(1)
     comm.all_reduce(tensor, "sum")
-    assert shared_files() <= before
+    assert nothing_left(before)
     return tensor[0].item()
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import CONTEXT, TIMEOUT, shared_files
+from conftest import CONTEXT, TIMEOUT, nothing_left, shared_files
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -357,7 +357,7 @@ def check(runner: Runner, name: str, **options: Any) -> None:
     before = shared_files()
     errors, reasons = runner.run(name, **options)
     assert not errors, "\n".join(errors)
-    assert shared_files() <= before
+    assert nothing_left(before)
     if reasons:
         assert not KNOWN, reasons
         pytest.skip(reasons[0])

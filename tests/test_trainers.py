@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import same_bits, shared_files
+from conftest import nothing_left, same_bits, shared_files
 from trainers import problem
 
 from fastreduce import reference
@@ -70,7 +70,7 @@ def torchrun(folder: Path, *arguments: str, **environment: str) -> None:
         process.wait()
     assert process.returncode == 0, output
     assert not left
-    assert shared_files() <= before
+    assert nothing_left(before)
 
 
 def results(folder: Path, name: str = "{}.pt") -> list:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ranks, same_bits, shared_files
+from conftest import Ranks, nothing_left, same_bits, shared_files
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -295,7 +295,7 @@ def living() -> Iterator[Callable[[int], Ranks]]:
     yield get
     for group in [*ended, *made.values()]:
         group.close()
-    assert shared_files() <= before
+    assert nothing_left(before)
 
 
 def undisturbed(shards: bool) -> dict[str, str]:
