@@ -245,6 +245,23 @@ def test_memory(shards, dtype):
     assert most <= (max(levels - 1, 0) if dtype == torch.float32 else levels + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("used", [[0], [1], [2], [3], [0, 1], [1, 2], [0, 2, 3], [0, 1, 2, 3]])
+def test_a_missing_gradient_is_a_zero(used, dtype):
+    """As it is on a rank whose bucket holds zeros: -0.0 + 0.0 is 0.0."""
+    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+    accumulator = TreeAccumulator([parameter], 4)
+    minus = torch.full((3,), complex(-0.0, -0.0) if dtype.is_complex else -0.0, dtype=dtype)
+    for shard in accumulator.shards():
+        if shard in used:
+            torch.autograd.backward(parameter, minus)
+    total, _ = accumulator.finish(parameter)
+    accumulator.close()
+    a, b, c, d = (minus if shard in used else torch.zeros_like(minus) for shard in range(4))
+    want = (a + b) + (c + d)
+    assert digest([total.to(dtype)]) == digest([want])
+
+
 def static_graph():
     """DDP cannot accumulate before its first synchronised pass."""
     model = nn.Linear(3, 1, bias=False)
