@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastreduce import _cuda, enums, policy
+from fastreduce.weights import ORDINARY
 
 SEGMENT_BYTES = 64 << 20
 
@@ -76,7 +77,7 @@ class Group:
             count,
             root,
             1.0 if weight is None else weight,
-            enums.ORDINARY if weight is None else weight,
+            ORDINARY if weight is None else weight,
             blocks
             or min(policy.blocks(algorithm, source.nbytes, self.world_size, 32), self.blocks),
             self.streams[rank].cuda_stream,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from fastreduce import _C, arrays, cuda, enums, policy, tuning
+from fastreduce import _C, arrays, cuda, enums, policy, tuning, weights
 from fastreduce.memory import NOT_SHARED, SharedTensors
 from fastreduce.process_group import Done, ProcessGroupTransport, as_timedelta, fail
 from fastreduce.rendezvous import connect_gpus, share_memory
@@ -178,7 +178,7 @@ class Communicator:
         async_op: bool = False,
         *,
         scale: float = 1.0,
-        weight: enums.Weight | None = None,
+        weight: weights.Weight | None = None,
         move: bool = False,
         deterministic: bool = False,
         done: Done | None = None,
@@ -239,7 +239,7 @@ class Communicator:
             )
         key = (tensor.dtype, tensor.shape, op, algorithm)
         plan, count, two_shot = self._plans.get(key) or self._plan(key)
-        part = enums.ORDINARY
+        part = weights.ORDINARY
         if deterministic and algorithm == "ring":
             self._refuse_if_deterministic("ring", True)
         if scale != 1.0 or weight is not None:
@@ -260,7 +260,7 @@ class Communicator:
         op: Op = "mean",
         *,
         scale: float = 1.0,
-        weight: enums.Weight | None = None,
+        weight: weights.Weight | None = None,
         move: bool = False,
         deterministic: bool = False,
         done: Done | None = None,
@@ -289,7 +289,7 @@ class Communicator:
         tensor: Tensor,
         op: Op,
         scale: float,
-        weight: enums.Weight | None,
+        weight: weights.Weight | None,
         move: bool,
         deterministic: bool,
         done: Done | None,
@@ -603,7 +603,7 @@ class Communicator:
             count,
             root,
             scale,
-            enums.ORDINARY,
+            weights.ORDINARY,
             segment,
         )
         if async_op:
@@ -688,7 +688,7 @@ class Communicator:
         algorithm: str,
         async_op: bool,
         scale: float,
-        weight: enums.Weight | None,
+        weight: weights.Weight | None,
         deterministic: bool,
     ) -> Work | None:
         """Errors of the arguments, and tensors or groups that do not share memory."""
@@ -794,7 +794,7 @@ class Communicator:
         algorithm: Algorithm,
         async_op: bool,
         scale: float,
-        weight: enums.Weight | None,
+        weight: weights.Weight | None,
         deterministic: bool,
     ) -> None:
         """Through a contiguous copy: the ranks' strides need not be alike."""
@@ -890,28 +890,22 @@ def _checksum(shape: torch.Size, dtype: torch.dtype | None = None) -> int:
     return zlib.crc32(repr((tuple(shape), dtype)).encode())
 
 
-def _check_factors(scale: float, weight: enums.Weight | None, op: str, tensor: Tensor) -> float:
+def _check_factors(scale: float, weight: weights.Weight | None, op: str, tensor: Tensor) -> float:
     """What this rank announces as its weight."""
     if scale != 1.0 and not tensor.is_floating_point():
         raise ValueError(f"scale: expected 1.0 for {tensor.dtype}, got {scale}")
     if weight is None:
-        return enums.ORDINARY
+        return weights.ORDINARY
     if op != "mean" or not tensor.is_floating_point():
         raise ValueError(
             f"weight: expected None but for the mean of a floating type, got {weight} for the {op} "
             f"of {tensor.dtype}"
         )
     if isinstance(weight, str):
-        return _number("weight", enums.WEIGHT, weight)
-    check_weight("weight", weight)
-    check_weight("scale", abs(scale))
+        return _number("weight", weights.WORDS, weight)
+    weights.check("weight", weight)
+    weights.check("scale", abs(scale))
     return float(weight)
-
-
-def check_weight(name: str, value: float) -> None:
-    """Any accumulator holds it and its reciprocal."""
-    if value != 0 and not 1e-30 <= value <= 1e30:
-        raise ValueError(f"{name}: expected 0, or 1e-30 to 1e30, got {value}")
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

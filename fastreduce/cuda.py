@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastreduce import enums, policy
+from fastreduce import enums, policy, weights
 from fastreduce.process_group import as_timedelta
 
 try:
@@ -244,7 +244,7 @@ class CudaTransport:
         algorithm: str,
         scale: float,
         shape: int,
-        weight: float = enums.ORDINARY,
+        weight: float = weights.ORDINARY,
     ) -> None:
         flat = tensor.detach().view(-1)
         plan = enums.plan("all_reduce", tensor.dtype, op, algorithm, shape)
@@ -347,7 +347,7 @@ class CudaTransport:
         *,
         root: int = 0,
         scale: float = 1.0,
-        weight: float = enums.ORDINARY,
+        weight: float = weights.ORDINARY,
     ) -> None:
         blocks = policy.blocks(algorithm, source.nbytes, self.world_size, self._most_blocks)
         stream = torch.cuda.current_stream(self.device)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import inspect
 import logging
 import threading
@@ -22,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fastreduce import compiled, enums, sparse
+from fastreduce import compiled, reducer, sparse, weights
 from fastreduce.accumulation import NO_WEIGHT, Shards, TreeAccumulator, elements_of, parts_of
-from fastreduce.communicator import Communicator, check_weight
+from fastreduce.communicator import Communicator
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
-from fastreduce.process_group import Account, Done, announcement, fail, total_of
+from fastreduce.process_group import Account, Done, fail
 from fastreduce.stats import BucketStats, StepStats, summary
 
 logger = logging.getLogger("fastreduce")
@@ -147,12 +146,12 @@ class HookState:
         if self._model is not None and model is None:
             raise RuntimeError("the DDP model of this state is gone")
         if model is None:
-            found = _models_with(self)
+            found = reducer.models_with(self)
             if len(found) != 1:
                 raise RuntimeError(
                     f"expected a state registered on one DDP model, this one is on {len(found)}"
                 )
-            if not self._count_unused and torch._C._current_graph_task_id() != -1:
+            if not self._count_unused and reducer.backward_pass() is not None:
                 raise RuntimeError(
                     "count_unused=False: gradients have been computed before this state has met "
                     "its model; make it with the model"
@@ -167,7 +166,7 @@ class HookState:
 
     def _refuse_others(self) -> None:
         model = self._find_model()
-        if any(each is not model for each in _models_with(self)):
+        if any(each is not model for each in reducer.models_with(self)):
             raise RuntimeError("this state is registered on another DDP model, too: make one each")
 
     def note_forward(self) -> None:
@@ -206,7 +205,7 @@ class HookState:
                 where micro-batches of different sizes are accumulated.
         """
         n = float(n)
-        check_weight("n", n)
+        weights.check("n", n)
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
         if not self._forwards:
@@ -233,7 +232,7 @@ class HookState:
         is skipped after its forward pass."""
         self._weight = None
 
-    def _factors(self, joined: bool) -> tuple[float, enums.Weight | None]:
+    def _factors(self, joined: bool) -> tuple[float, weights.Weight | None]:
         """Scale and weight of this rank's buckets in a pass."""
         if joined:  # what it has are zeros
             return 1.0, "absent"
@@ -244,11 +243,10 @@ class HookState:
                 raise ValueError(NO_WEIGHT)
             own = self._weight
             return own if self._reduction == "mean" else float(own > 0), own
-        # Only a model that has been within join() has the first one.
         model = self._find_model()
-        if not model.__dict__.get("_divide_by_initial_world_size", True):
+        if not reducer.counts_joined(model):
             return 1.0, 1.0
-        return 1.0, "ordinary" if model._join_config.enable else None
+        return 1.0, "ordinary" if reducer.may_join(model) else None
 
     # -- buckets ------------------------------------------------------------------------------
 
@@ -262,7 +260,7 @@ class HookState:
         note = self._note(current, buffer)
         if note is not None and current.whole and not current.joined:
             current.stats.end_backward()  # but for what reduces: every gradient is there
-            _after_backward(lambda: self._end_pass(current))
+            reducer.after_backward(lambda: self._end_pass(current))
         # DDP waits as soon as it has the last bucket's Future: that needs no other thread.
         here = last and buffer.is_cpu and self.communicator.shared_memory
         try:
@@ -358,7 +356,7 @@ class HookState:
                 "python_reducer"
             )
         # Not every parameter need be in the graph: each one's backward pass is told by its number.
-        task = torch._C._current_graph_task_id()
+        task = reducer.backward_pass()
         if self._pass.elements and self._pass.task != task:
             self._pass = _Pass()
         self._pass.task = task
@@ -377,7 +375,7 @@ class HookState:
         current = self._pass
         if joined is None:
             # DDP calls the hook with zeros outside of any backward pass.
-            joined = torch._C._current_graph_task_id() == -1
+            joined = reducer.backward_pass() is None
         if current.elements == 0:
             current.joined = joined
             current.scale, current.weight = self._factors(joined)
@@ -442,13 +440,13 @@ class HookState:
         parameters = bucket.parameters()
         parts = [self._used.pop(self._names[parameter], 0.0) for parameter in parameters]
         device = "cpu" if self.communicator.shared_memory else bucket.buffer().device
-        own = announcement(current.weight)
+        own = weights.announcement(current.weight)
         counts = torch.tensor([*own, *parts], dtype=torch.float64, device=device)
         counted = self.communicator.all_reduce_future(counts, "sum")
 
         def correct(result: Tensor, sums: Tensor) -> Tensor:
             everyones, used = sums[: len(own)], sums[len(own) :].tolist()
-            total = float(total_of(everyones))
+            total = float(weights.total_of(everyones))
             if result.is_sparse:
                 return result * (total / used[0]) if 0 < used[0] != total else result
             for part, view in zip(used, parts_of(result, parameters), strict=True):
@@ -731,16 +729,6 @@ def _completed(tensor: Tensor) -> "Future[Tensor]":
     return future
 
 
-def _models_with(state: HookState) -> list[DistributedDataParallel]:
-    """On which the state is registered. torch does not tell a hook of what model a bucket is."""
-    return [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), DistributedDataParallel)
-        and any(registered is state for _, registered in each._comm_hooks)
-    ]
-
-
 def _completed_forward(state: "weakref.ref[HookState]") -> Callable[..., None]:
     """For every forward pass that has come to its end."""
 
@@ -772,18 +760,11 @@ class _Pass:
         self.averaged = 0
         self.futures: list[Future[Tensor]] = []
         self.joined = False
-        self.task = -1
+        self.task: int | None = None  # of a compiled reducer
         self.scale = 1.0
-        self.weight: enums.Weight | None = None
+        self.weight: weights.Weight | None = None
         self.empty = False
         self.stats = StepStats()
-
-
-def _after_backward(finished: Callable[[], None]) -> None:
-    """Called by the hook of the last bucket, before DDP queues its own callback, which waits for
-    the Futures: ``finished`` runs after that one, if it succeeds."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(finished))
 
 
 def all_reduce_hook(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from fastreduce import _C, errors
@@ -13,11 +11,6 @@ DTYPE: dict[torch.dtype, int] = {
     getattr(torch, name): number for number, name in enumerate(errors.DTYPES)
 }
 OP = {name: number for number, name in enumerate(errors.OPS)}
-# What a rank can announce instead of a weight: it counts as 1, as all do; or it has nothing to
-# contribute, and counts as 0 where others give weights and as 1 where they do not.
-WEIGHT = {"ordinary": -1.0, "absent": -2.0}
-ORDINARY = WEIGHT["ordinary"]
-Weight = float | Literal["ordinary", "absent"]
 ALGORITHM = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 
 

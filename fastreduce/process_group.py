@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from fastreduce import enums
+from fastreduce.weights import Weight, announcement, total_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,27 +120,11 @@ class _Work:
         return self._waited or bool(self._work.is_completed())
 
 
-def announcement(weight: enums.Weight | None) -> list[float]:
-    """What a rank tells of its weight, to be summed over the ranks for :func:`total_of`."""
-    if isinstance(weight, (int, float)):
-        return [float(weight), 1.0, 0.0, 0.0]
-    return [0.0, 0.0, 0.0, 1.0] if weight == "absent" else [0.0, 0.0, 1.0, 0.0]
-
-
-def total_of(announced: Tensor) -> Tensor:
-    """The divisor of a mean, float64. NaN where some ranks gave a weight and others did not."""
-    weights, given, ordinary, absent = announced.unbind()
-    mixed = torch.where(ordinary > 0, torch.full_like(weights, torch.nan), weights)
-    return torch.where(given > 0, mixed, ordinary + absent)
-
-
 class _Total:
     """The sum of the ranks' weights, under way beside the tensor's own all-reduce: a backend sums
     one tensor in one way."""
 
-    def __init__(
-        self, weight: enums.Weight, device: torch.device, group: ProcessGroup | None
-    ) -> None:
+    def __init__(self, weight: Weight, device: torch.device, group: ProcessGroup | None) -> None:
         self._parts = torch.tensor(announcement(weight), dtype=torch.float64, device=device)
         self._work: Any = dist.all_reduce(self._parts, group=group, async_op=True)
 
@@ -189,7 +173,7 @@ class ProcessGroupTransport:
         op: str,
         async_op: bool,
         scale: float,
-        weight: enums.Weight | None = None,
+        weight: Weight | None = None,
     ) -> _Work | None:
         group = self._group
         total = self._total_of(weight, tensor)
@@ -198,7 +182,7 @@ class ProcessGroupTransport:
         work = dist.all_reduce(summed, how, group=group, async_op=async_op)
         return self._finish(work, lambda: self._settle(tensor, summed, op, how, total))
 
-    def _total_of(self, weight: enums.Weight | None, tensor: Tensor) -> _Total | None:
+    def _total_of(self, weight: Weight | None, tensor: Tensor) -> _Total | None:
         return None if weight is None else _Total(weight, tensor.device, self._group)
 
     def all_reduce_future(
@@ -207,7 +191,7 @@ class ProcessGroupTransport:
         tensor: Tensor,
         op: str,
         scale: float,
-        weight: enums.Weight | None,
+        weight: Weight | None,
         errors: list[Exception],
         done: Done | None = None,
     ) -> None:

@@ -65,6 +65,14 @@ def backward(ddp: nn.Module, step: int, width: int = 10, **options) -> None:
     ddp(data(step, 4, width)).square().mean().backward(**options)
 
 
+def steps(setting: Setting, ddp: DistributedDataParallel, count: int) -> None:
+    """So many, each with gradients of its own."""
+    for step in range(count):
+        ddp.zero_grad()
+        backward(ddp, step)
+        setting.keep(ddp.module)
+
+
 def plain(setting: Setting) -> None:
     for options in (
         {},
@@ -76,10 +84,7 @@ def plain(setting: Setting) -> None:
     ):
         model = mlp(10, 70, 80, 5)
         ddp = setting.wrap(model, **options)
-        for step in range(4):
-            ddp.zero_grad()
-            backward(ddp, step)
-            setting.keep(model)
+        steps(setting, ddp, 4)
 
 
 def no_sync(setting: Setting) -> None:
@@ -136,10 +141,7 @@ def complex_parameters(setting: Setting) -> None:
 
     model = Wave()
     ddp = setting.wrap(model)
-    for step in range(3):
-        ddp.zero_grad()
-        backward(ddp, step)
-        setting.keep(model)
+    steps(setting, ddp, 3)
 
 
 def channels_last(setting: Setting) -> None:
@@ -191,10 +193,7 @@ def checkpointing(setting: Setting) -> None:
     for reentrant, options in ((False, {}), (True, {"static_graph": True})):
         model = Checkpointed(reentrant)
         ddp = setting.wrap(model, bucket_cap_mb=0.002, **options)
-        for step in range(4):
-            ddp.zero_grad()
-            backward(ddp, step)
-            setting.keep(model)
+        steps(setting, ddp, 4)
 
 
 def frozen_midway(setting: Setting) -> None:
@@ -203,10 +202,7 @@ def frozen_midway(setting: Setting) -> None:
     for frozen in (False, True, False):
         model[0].requires_grad_(not frozen)
         ddp = setting.wrap(model)
-        for step in range(2):
-            ddp.zero_grad()
-            backward(ddp, step)
-            setting.keep(model)
+        steps(setting, ddp, 2)
         if setting.hook:
             setting.states.pop().close()
         del ddp
@@ -228,10 +224,7 @@ def odd_models(setting: Setting) -> None:
 
     for model in (nn.Linear(10, 1, bias=False), Many(1), Many(2000)):
         ddp = setting.wrap(model)
-        for step in range(3):
-            ddp.zero_grad()
-            backward(ddp, step)
-            setting.keep(model)
+        steps(setting, ddp, 3)
 
 
 def two_models(setting: Setting) -> None:

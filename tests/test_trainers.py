@@ -103,20 +103,21 @@ def skip_without(package: str) -> None:
         pytest.skip(f"no {package}")
 
 
+def run_with(package: str, script: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    skip_without(package)
+    folder = tmp_path_factory.mktemp(package)
+    torchrun(folder, str(SCRIPTS / script), str(folder))
+    return results(folder)
+
+
 @pytest.fixture(scope="module")
 def with_lightning(tmp_path_factory) -> list[dict]:
-    skip_without("pytorch_lightning")
-    folder = tmp_path_factory.mktemp("lightning")
-    torchrun(folder, str(SCRIPTS / "with_lightning.py"), str(folder))
-    return results(folder)
+    return run_with("pytorch_lightning", "with_lightning.py", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def with_accelerate(tmp_path_factory) -> list[dict]:
-    skip_without("accelerate")
-    folder = tmp_path_factory.mktemp("accelerate")
-    torchrun(folder, str(SCRIPTS / "with_accelerate.py"), str(folder))
-    return results(folder)
+    return run_with("accelerate", "with_accelerate.py", tmp_path_factory)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -16,14 +16,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ranks, nothing_left, same_bits, shared_files
+from conftest import Ranks, join_group, nothing_left, same_bits, shared_files
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -169,17 +168,6 @@ class Run:
 
 def raising(grad: torch.Tensor) -> None:
     raise Fault("in a gradient's hook")
-
-
-def meet(store: str, rank: int, world_size: int) -> None:
-    """A new default group."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
 
 
 def wait_for(path: str) -> None:
@@ -372,7 +360,7 @@ def begin_anew(
 ) -> dict[str, str]:
     """In the same process: a new group, a new model, the parameters of the last good step."""
     run.end()
-    meet(f"{folder}/store", rank, ranks)
+    join_group(rank, ranks, folder)
     again = Run(LONG, saved)
     again.train(step, STEPS, **how)
     again.state.close()
@@ -693,7 +681,7 @@ def failing_in(mode: str, folder: str) -> list[str]:
         told = [str(raised.value), str(state.communicator.error)]
     state.close()
     dist.destroy_process_group()
-    meet(f"{folder}/store", rank, 2)
+    join_group(rank, 2, folder)
     return told
 
 
