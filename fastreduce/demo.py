@@ -8,6 +8,7 @@ so only rounding can tell the three apart; and it is smooth, so training does no
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # after a group exists it would hold that for ever
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
@@ -320,6 +322,8 @@ def train_rank(rank: int, digits: Digits, settings: Settings, folder: str) -> No
         if rank == 0:
             Path(folder, "results").write_bytes(pickle.dumps(([gloo, fast], check)))
     finally:
+        # Models are in cycles and hold the group, whose threads must end before the interpreter.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # Ranks start from a server that has imported torch once, and what DDP's constructor imports.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "fastreduce", "conftest"]
+    ["torch", "torch.distributed", "torch._dynamo", "fastreduce", "fastreduce.demo", "conftest"]
 )
 
 TIMEOUT = 90.0
@@ -68,6 +69,9 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, folder: str, loop: 
     for value in state.values():
         if isinstance(value, fastreduce.Communicator):
             value.close()
+    # What is left of models holds the group, whose threads must end before the interpreter.
+    state.clear()
+    gc.collect()
     dist.destroy_process_group()
 
 
