@@ -19,6 +19,7 @@
 //   multimem         enter, the switch adds the own chunk of all buffers and stores the sum into
 //                    all, exit barrier
 //                    on a rank's link S + S / N each way. The switch's order of adding.
+//   encoded          two_shot_staged, of what a wire format makes of the buffers: see wire.h.
 //
 // All but ring and multimem reduce with reduce.h's tree, so they give the same bits.
 #pragma once
@@ -152,6 +153,43 @@ FR_BLOCK bool two_shot_staged(Block& block, const View& view, const Arithmetic& 
   };
   // All ranks walk the same number of pieces: `part` depends on count and blocks alone.
   return Pipeline::run(block, view, pieces_in(part.size(), piece), true, fill, take, finish);
+}
+
+// Slots: of a piece of what a rank sends to every chunk, and of what it has reduced. A `coder` is a
+// HostCoder of host_wire.h, or has its methods. What a rank sends to itself is encoded, too: a
+// gradient's sum does not depend on who reduces it.
+template <class Block, class Coder>
+FR_BLOCK bool encoded(Block& block, const View& view, Coder& coder) {
+  const int world = view.world();
+  const int rank = view.rank;
+  const std::size_t share = view.layout.stage_bytes / Pipeline::kSlots / 64 * 64;
+  const std::size_t piece = share / (world + 1) / coder.plan().record;
+  const std::size_t piece_bytes = piece * coder.plan().record;
+
+  const auto part = [&](int chunk) {
+    return part_of(coder.plan().runs(chunk), block.count(), block.index(), 1);
+  };
+  const auto slot = [&](int owner, int chunk, std::size_t i) {  // chunk `world`: what is reduced
+    return view.stage(owner, block.index()) + (i % Pipeline::kSlots) * share + chunk * piece_bytes;
+  };
+  std::size_t pieces = 0;
+  for (int c = 0; c < world; ++c) {
+    const std::size_t here = pieces_in(part(c).size(), piece);
+    pieces = here < pieces ? pieces : here;
+  }
+  const auto fill = [&](std::size_t i) {
+    for (int c = 0; c < world; ++c) coder.encode(c, piece_of(part(c), i, piece), slot(rank, c, i));
+  };
+  const auto take = [&](std::size_t i) {
+    const char* from[kMaxRanks];
+    for (int p = 0; p < world; ++p) from[p] = slot(p, rank, i);
+    coder.reduce(piece_of(part(rank), i, piece), from, slot(rank, world, i));
+  };
+  const auto finish = [&](std::size_t i) {
+    for (int c = 0; c < world; ++c)
+      coder.decode(c, piece_of(part(c), i, piece), slot(c, world, i));
+  };
+  return Pipeline::run(block, view, pieces, true, fill, take, finish);
 }
 
 // One piece of every chunk goes all the way round before the next. A rank that waits for a free

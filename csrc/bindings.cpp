@@ -67,6 +67,81 @@ class Allocation {
   int id_ = -1;
 };
 
+// A Plan and what it points to.
+class WirePlan {
+ public:
+  WirePlan(int format, bool stochastic, int world, std::size_t run,
+           const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& counts,
+           const std::vector<std::uint32_t>& keys) {
+    if (world < 1 || world > kMostSenders)
+      throw std::invalid_argument("ranks: expected 1 to " + std::to_string(kMostSenders) +
+                                  ", got " + std::to_string(world));
+    if (run < 4 || run > kMostOfRun || run % 4 != 0)
+      throw std::invalid_argument("run: expected 4 to 1024 elements, a multiple of 4");
+    for (std::size_t s = 0; s < offsets.size(); ++s)
+      spans_.push_back({offsets[s], counts.at(s), keys.at(s)});
+    plan_.format = static_cast<Format>(format);
+    plan_.stochastic = stochastic;
+    plan_.world = world;
+    plan_.run = run;
+    plan_.record = record_bytes(plan_.format, run);
+    plan_.spans = spans_.size();
+    plan_.span = spans_.data();
+    parts_ = parts_of(plan_);
+    plan_.part = parts_.data();
+  }
+  WirePlan(const WirePlan&) = delete;
+  WirePlan& operator=(const WirePlan&) = delete;
+
+  const Plan& plan() const { return plan_; }
+
+ private:
+  std::vector<Span> spans_;
+  std::vector<Part> parts_;
+  Plan plan_;
+};
+
+// A Coding and what it points to. `residuals` is the address of 4 pointers for every span, `absent`
+// of a byte for each, or 0.
+class WireCoding {
+ public:
+  WireCoding(std::shared_ptr<WirePlan> plan, Address gradient, int dtype, int rank, double factor,
+             Address residuals, int residual_dtype, Address absent, std::uint64_t seed,
+             std::uint32_t step)
+      : plan_(std::move(plan)), residuals_(plan_->plan().spans) {
+    coding_.plan = plan_->plan();
+    if (residuals != 0)
+      std::memcpy(residuals_.data(), reinterpret_cast<const void*>(residuals),
+                  residuals_.size() * sizeof(Residuals));
+    coding_.residuals = residuals_.data();
+    if (absent != 0) {
+      const auto* first = reinterpret_cast<const std::uint8_t*>(absent);
+      absent_.assign(first, first + coding_.plan.spans);
+      coding_.absent = absent_.data();
+    }
+    coding_.residual_dtype = static_cast<DType>(residual_dtype);
+    coding_.dtype = static_cast<DType>(dtype);
+    coding_.gradient = reinterpret_cast<void*>(gradient);
+    coding_.rank = rank;
+    coding_.factor = static_cast<float>(factor);
+    coding_.seed = seed;
+    coding_.step = step;
+    coding_.finite = &finite_;
+  }
+  WireCoding(const WireCoding&) = delete;
+  WireCoding& operator=(const WireCoding&) = delete;
+
+  const Coding& coding() const { return coding_; }
+  bool finite() const { return load_acquire(&finite_) != 0; }
+
+ private:
+  std::shared_ptr<WirePlan> plan_;
+  std::vector<Residuals> residuals_;
+  std::vector<std::uint8_t> absent_;
+  std::uint32_t finite_ = 1;
+  Coding coding_;
+};
+
 // Why a communicator could not be made, as far as it is not what a signal handler raised.
 struct CannotShare : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -106,6 +181,47 @@ PYBIND11_MODULE(_C, m) {
   };
   define_bucket("pack", &Kernels::pack);
   define_bucket("unpack", &Kernels::unpack);
+
+  py::class_<WirePlan, std::shared_ptr<WirePlan>>(m, "WirePlan")
+      .def(py::init<int, bool, int, std::size_t, const std::vector<std::uint64_t>&,
+                    const std::vector<std::uint64_t>&, const std::vector<std::uint32_t>&>(),
+           py::arg("format"), py::arg("stochastic"), py::arg("world"), py::arg("run"),
+           py::arg("offsets"), py::arg("counts"), py::arg("keys"))
+      .def("message_bytes",
+           [](const WirePlan& self, int chunk) { return self.plan().bytes(chunk); });
+
+  py::class_<WireCoding, std::shared_ptr<WireCoding>>(m, "WireCoding")
+      .def(py::init<std::shared_ptr<WirePlan>, Address, int, int, double, Address, int, Address,
+                    std::uint64_t, std::uint32_t>(),
+           py::arg("plan"), py::arg("gradient"), py::arg("dtype"), py::arg("rank"),
+           py::arg("factor"), py::arg("residuals"), py::arg("residual_dtype"), py::arg("absent"),
+           py::arg("seed"), py::arg("step"))
+      .def_property_readonly("address",
+                             [](const WireCoding& self) {
+                               return reinterpret_cast<Address>(&self.coding());
+                             })
+      .def_property_readonly("finite", &WireCoding::finite)
+      .def(
+          "encode",
+          [](const WireCoding& self, int chunk, Address to) {
+            kernels().encode(self.coding(), chunk, reinterpret_cast<char*>(to));
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reduce",
+          [](const WireCoding& self, const std::vector<Address>& from, Address to) {
+            std::vector<const char*> messages;
+            for (int p = 0; p < self.coding().plan.world; ++p)
+              messages.push_back(reinterpret_cast<const char*>(from.at(p)));
+            kernels().reduce(self.coding(), messages.data(), reinterpret_cast<char*>(to));
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "decode",
+          [](const WireCoding& self, int chunk, Address from) {
+            kernels().decode(self.coding(), chunk, reinterpret_cast<const char*>(from));
+          },
+          py::call_guard<py::gil_scoped_release>());
 
   py::class_<Listener>(m, "Listener")
       .def(py::init<>())

@@ -7,6 +7,7 @@
 #include "bucket.h"
 #include "run.h"
 #include "shared_memory.h"
+#include "wire.h"
 
 namespace fastreduce {
 
@@ -94,6 +95,10 @@ struct Kernels {
   bool (*run)(HostBlock&, const View&, const Job&, std::uint32_t epoch);
   BucketKernel pack;
   BucketKernel unpack;
+  // Whole messages of a wire format; see wire.h.
+  void (*encode)(const Coding&, int chunk, char* to);
+  void (*reduce)(const Coding&, const char* const* from, char* to);
+  void (*decode)(const Coding&, int chunk, const char* from);
 };
 
 // The best that this processor runs; FASTREDUCE_ISA names a lower one.

@@ -434,7 +434,8 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Watch& watch) 
     if (p != view_.rank) segments_.hear(peers_, p, calls[p].messages);
   if (call.count == 0) return;
   // A rank alone has no neighbour and needs no slot.
-  if (view_.world() == 1) job.call.algorithm = Algorithm::two_shot;
+  if (view_.world() == 1 && call.algorithm != Algorithm::encoded)
+    job.call.algorithm = Algorithm::two_shot;
   if (job.call.algorithm == Algorithm::two_shot) resolve(job);
 
   if (job.direct && call.kind == Kind::all_reduce) {

@@ -1,5 +1,6 @@
 // The protocols, instantiated for HostBlock. Compiled once per instruction set (FR_ISA).
 #include "host.h"
+#include "host_wire.h"
 
 #define FR_STRING_(x) #x
 #define FR_STRING(x) FR_STRING_(x)
@@ -107,8 +108,17 @@ Divisor<A> scale_of(A*, const Job& job, int, const Divisor<A>*) {
   return {job.call.op == Op::mean ? static_cast<A>(job.total) : A(1)};
 }
 
+// A gradient as its part of the mean of all ranks' gradients, times their number.
+bool run_encoded(HostBlock& block, const View& view, const Job& job) {
+  Coding coding = *static_cast<const Coding*>(job.in);
+  const double share = job.total == 0 ? 0 : view.world() / job.total;
+  coding.factor = static_cast<float>(factor_of(job.calls[view.rank]) * share);
+  return with_coder(coding, [&](HostCoder& coder) { return encoded(block, view, coder); });
+}
+
 bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
   const Call& call = job.call;
+  if (call.algorithm == Algorithm::encoded) return run_encoded(block, view, job);
   if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter)
     return transfer(block, view, job, epoch);
   return visit_types(call.dtype, call.op, [&](auto type) {
@@ -170,10 +180,29 @@ void run_unpack(HostBlock& block, DType tensor, DType flat, void* from, const Pi
   });
 }
 
+void encode_message(const Coding& coding, int chunk, char* to) {
+  with_coder(coding, [&](HostCoder& coder) {
+    coder.encode(chunk, {0, coding.plan.runs(chunk)}, to);
+  });
+}
+
+void reduce_messages(const Coding& coding, const char* const* from, char* to) {
+  with_coder(coding, [&](HostCoder& coder) {
+    coder.reduce({0, coding.plan.runs(coding.rank)}, from, to);
+  });
+}
+
+void decode_message(const Coding& coding, int chunk, const char* from) {
+  with_coder(coding, [&](HostCoder& coder) {
+    coder.decode(chunk, {0, coding.plan.runs(chunk)}, from);
+  });
+}
+
 }  // namespace
 
 extern const Kernels instance;
-const Kernels instance{FR_STRING(FR_ISA), run, run_pack, run_unpack};
+const Kernels instance{FR_STRING(FR_ISA), run,           run_pack, run_unpack, encode_message,
+                       reduce_messages,   decode_message};
 
 }  // namespace FR_ISA
 }  // namespace fastreduce

@@ -11,7 +11,7 @@ struct Job {
   Call call;
   const Call* calls = nullptr;  // every rank's, and the sum of their weights: on the host
   double total = 0;
-  const void* in = nullptr;
+  const void* in = nullptr;  // of an encoded call: its Coding
   void* out = nullptr;
   bool direct = false;     // `peers` holds every rank's tensor, mapped here
   void* peers[kMaxRanks];  // a broadcast fills in its root's only

@@ -21,7 +21,7 @@ namespace fastreduce {
 enum class Kind : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, barrier };
 enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8 };
 enum class Op : std::uint8_t { sum, mean, min, max };
-enum class Algorithm : std::uint8_t { one_shot, two_shot, ring, low_latency, multimem };
+enum class Algorithm : std::uint8_t { one_shot, two_shot, ring, low_latency, multimem, encoded };
 enum class Phase : std::uint8_t { enter, reduce, gather, exit };
 
 FR_FN std::size_t item_bytes(DType dtype) {

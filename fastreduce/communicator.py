@@ -655,7 +655,7 @@ class Communicator:
         nbytes = count * dtype.itemsize
         if name == "auto":
             name = policy.choose_algorithm(nbytes, self.world_size, self.topology)
-        if name in enums.ALGORITHM and name not in _HOST_ALGORITHMS:
+        if name in policy.GPU_ALGORITHMS and name not in _HOST_ALGORITHMS:
             raise ValueError(f"algorithm: {name} is for tensors on GPUs, got one on the CPU")
         algorithm = _number("algorithm", _HOST_ALGORITHMS, name)
         if algorithm == _ONE_SHOT and nbytes > policy.SLOT_BYTES:

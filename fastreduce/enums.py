@@ -11,6 +11,7 @@ DTYPE: dict[torch.dtype, int] = {
     getattr(torch, name): number for number, name in enumerate(errors.DTYPES)
 }
 OP = {name: number for number, name in enumerate(errors.OPS)}
+FORMAT = {name: number for number, name in enumerate(errors.FORMATS)}
 ALGORITHM = {name: number for number, name in enumerate(errors.ALGORITHMS)}
 
 

@@ -7,7 +7,9 @@ import struct
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 OPS = ("sum", "mean", "min", "max")
-ALGORITHMS = ("one_shot", "two_shot", "ring", "low_latency", "multimem")
+ALGORITHMS = ("one_shot", "two_shot", "ring", "low_latency", "multimem", "encoded")
+# csrc/codec.h
+FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "onebit")
 PHASES = ("enter", "reduce", "gather", "exit")
 
 # csrc/signal.h: Failure and Field, in order.

@@ -6,7 +6,9 @@ This module imports nothing of fastreduce.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -143,3 +145,276 @@ def convert(tensor: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     wide = torch.float64 if torch.float64 in (tensor.dtype, dtype) else torch.float32
     scaled = tensor.to(wide) * torch.tensor(scale, dtype=wide)
     return scaled.to(torch.float32).to(dtype) if dtype.itemsize == 2 else scaled.to(dtype)
+
+
+# -- wire formats ---------------------------------------------------------------------------------
+
+# Elements in a byte, bits, and the largest value over the scale; onebit's scale is a mean.
+_CODES = {
+    "fp8_e4m3": (1, 8, 448.0),
+    "fp8_e5m2": (1, 8, 57344.0),
+    "int8": (1, 8, 127.0),
+    "int4": (2, 4, 7.0),
+    "onebit": (8, 1, None),
+}
+_FLOATS = {  # bits of exponent and mantissa, the largest code
+    "fp16": (5, 10, 0x7BFF),
+    "fp8_e4m3": (4, 3, 0x7E),
+    "fp8_e5m2": (5, 2, 0x7B),
+}
+_WORD = 0xFFFFFFFF
+_NAN, _INFINITY = 0x7FC00000, 0x7F800000
+
+
+def philox(key: tuple[int, int], counter: Sequence[Tensor | int]) -> list[Tensor]:
+    """Philox4x32-10 (Salmon et al. 2011): four int64 tensors of words 0 to 2^32 - 1, for a counter
+    of four words, tensors or numbers."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(*(torch.as_tensor(c, dtype=torch.int64) for c in counter))
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64; shifts keep the sign
+        c0, c1, c2, c3 = (
+            ((b >> 32) & _WORD) ^ c1 ^ k0,
+            b & _WORD,
+            ((a >> 32) & _WORD) ^ c3 ^ k1,
+            a & _WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return [c0, c1, c2, c3]
+
+
+def noise(seed: int, key: int, step: int, stream: int, count: int) -> Tensor:
+    """The random words of a parameter's elements 0 to ``count`` - 1."""
+    index = torch.arange((count + 3) // 4)
+    low = (seed & _WORD) ^ key
+    words = philox((low, seed >> 32 & _WORD), (index & _WORD, index >> 32, step & _WORD, stream))
+    return torch.stack(words, 1).reshape(-1)[:count]
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32).to(torch.int64) & _WORD
+
+
+def _floats(bits: Tensor) -> Tensor:
+    signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    return signed.to(torch.int32).view(torch.float32)
+
+
+def _uniform(words: Tensor) -> Tensor:
+    return (words >> 8).to(torch.float32) * 2.0**-24
+
+
+def _drop(magnitude: Tensor, bits: int, words: Tensor | None) -> Tensor:
+    """A magnitude's bits without the lowest ones, rounded."""
+    if words is None:
+        return (magnitude + (1 << (bits - 1)) - 1 + ((magnitude >> bits) & 1)) >> bits
+    return (magnitude + (words >> (32 - bits))) >> bits
+
+
+def _small_float(values: Tensor, format: str, words: Tensor | None) -> Tensor:
+    """Finite values in a small type: its bits; what is larger than the largest is clipped to it."""
+    exponent, mantissa, largest = _FLOATS[format]
+    bias, dropped = (1 << (exponent - 1)) - 1, 23 - mantissa
+    magnitude = _bits(values.abs())
+    normal = _drop(magnitude, dropped, words) - ((127 - bias) << mantissa)
+    small = values.abs().double() * 2.0 ** (bias - 1 + mantissa)  # exact
+    if words is None:
+        subnormal = small.round()
+    else:
+        subnormal = (small.float() + _uniform(words)).floor()
+    tiny = magnitude < (128 - bias) << 23
+    code = torch.where(tiny, subnormal.nan_to_num().clamp(max=float(largest)).to(torch.int64), normal)
+    return code.clamp(max=largest) | (_bits(values) >> 31) << (exponent + mantissa)
+
+
+def _large_value(code: Tensor, format: str) -> Tensor:
+    exponent, mantissa, _ = _FLOATS[format]
+    bias = (1 << (exponent - 1)) - 1
+    magnitude, sign = code & ((1 << (exponent + mantissa)) - 1), code >> (exponent + mantissa)
+    normal = _floats((magnitude << (23 - mantissa)) + ((127 - bias) << 23))
+    subnormal = magnitude.to(torch.float32) * 2.0 ** (1 - bias - mantissa)
+    value = torch.where(magnitude < 1 << mantissa, subnormal, normal)
+    return torch.where(sign == 1, -value, value)
+
+
+def _scale(run: Tensor, format: str) -> Tensor:
+    """Of a run of float32; NaN if it holds one, or an infinity."""
+    if not run.isfinite().all():
+        return torch.tensor(math.nan)
+    largest = _CODES[format][2]
+    if largest is None:
+        parts = torch.zeros(32)
+        for row in run.abs().split(32):  # 32 sums, and then a tree
+            parts[: len(row)] += row
+        while len(parts) > 1:
+            parts = parts[: len(parts) // 2] + parts[len(parts) // 2 :]
+        return (parts[0] / len(run)).clamp(max=torch.finfo(torch.float32).max)
+    scale = run.abs().max() / largest
+    if (scale * largest).isinf():
+        scale = torch.nextafter(scale, torch.tensor(0.0))
+    return scale
+
+
+def encode_run(run: Tensor, format: str, words: Tensor | None = None) -> Tensor:
+    """The record of at most 1,024 float32: uint8.
+
+    Args:
+        format: a wire format's name.
+        words: random words, for stochastic rounding.
+    """
+    if format == "fp32":
+        return run.view(torch.uint8).clone()
+    if format in ("bf16", "fp16"):
+        magnitude, sign = _bits(run.abs()), _bits(run) >> 31
+        if format == "bf16":
+            finite = _drop(magnitude, 16, words).clamp(max=0x7F7F) | sign << 15
+            special = magnitude >> 16 | torch.where(magnitude > _INFINITY, 0x40, 0)
+        else:
+            finite = _small_float(run, "fp16", words)
+            special = torch.where(magnitude > _INFINITY, 0x7E00, 0x7C00)
+        code = torch.where(magnitude >= _INFINITY, special | sign << 15, finite)
+        bytes_ = torch.stack([code & 255, code >> 8], 1).reshape(-1)
+        return _padded(bytes_.to(torch.uint8))
+    planes, bits, _ = _CODES[format]
+    units = -(-len(run) // planes)
+    scale = _scale(run, format)
+    code = torch.zeros(len(run), dtype=torch.int64)
+    if scale > 0:
+        if format == "onebit":
+            code = _bits(run) >> 31
+        elif format.startswith("fp8"):
+            code = _small_float(run / scale, format, words)
+        else:
+            most = (1 << (bits - 1)) - 1
+            whole = (
+                (run / scale).round()
+                if words is None
+                else ((run / scale + 128.0) + _uniform(words)).floor() - 128
+            )
+            code = whole.clamp(-most, most).to(torch.int64) & ((1 << bits) - 1)
+    code = torch.cat([code, code.new_zeros(units * planes - len(run))]).view(planes, units)
+    packed = sum(code[b] << (b * bits) for b in range(planes))
+    return torch.cat([scale.reshape(1).view(torch.uint8), _padded(packed.to(torch.uint8))])  # type: ignore[union-attr]
+
+
+def _padded(record: Tensor) -> Tensor:
+    return torch.cat([record, record.new_zeros(-len(record) % 4)])
+
+
+def decode_run(record: Tensor, format: str, count: int) -> Tensor:
+    """``count`` float32 out of a record."""
+    if format == "fp32":
+        return record.clone().view(torch.float32)[:count]
+    if format in ("bf16", "fp16"):
+        dtype = torch.bfloat16 if format == "bf16" else torch.float16
+        return record.clone().view(dtype)[:count].float()
+    planes, bits, _ = _CODES[format]
+    units = -(-count // planes)
+    scale, unit = record[:4].clone().view(torch.float32), record[4 : 4 + units].to(torch.int64)
+    code = torch.cat([unit >> (b * bits) & ((1 << bits) - 1) for b in range(planes)])[:count]
+    if format == "onebit":
+        value = 1.0 - 2.0 * code
+    elif format.startswith("fp8"):
+        value = _large_value(code, format)
+    else:
+        value = torch.where(code >= 1 << (bits - 1), code - (1 << bits), code).float()
+    return value * scale
+
+
+def absent_run(format: str, count: int) -> Tensor:
+    """The record of a rank that has nothing to send."""
+    if format in ("fp32", "bf16", "fp16"):
+        return encode_run(torch.full((count,), -0.0), format)
+    record = encode_run(torch.zeros(count), format)
+    record[3] = 0x80
+    return record
+
+
+def is_absent(record: Tensor, format: str, count: int) -> bool:
+    """Whether it is one of those."""
+    if format in ("fp32", "bf16", "fp16"):
+        return bool((_bits(decode_run(record, format, count)) == 1 << 31).all())
+    return bool(_bits(record[:4].clone().view(torch.float32)) == 1 << 31)
+
+
+@dataclass
+class Encoded:
+    """What :func:`all_reduce_encoded` gives: the gradient on every rank; each rank's new residual;
+    and the one of the reducing ranks, together."""
+
+    gradient: Tensor
+    sent: list[Tensor]
+    reduced: Tensor
+
+
+def all_reduce_encoded(
+    gradients: Sequence[Tensor],
+    format: str,
+    *,
+    run: int = 128,
+    sent: Sequence[Tensor] | None = None,
+    reduced: Tensor | None = None,
+    factors: Sequence[float] | None = None,
+    absent: Sequence[bool] | None = None,
+    seed: int | None = None,
+    key: int = 0,
+    step: int = 0,
+) -> Encoded:
+    """The mean of one parameter's gradients in a wire format.
+
+    Args:
+        gradients: every rank's, of float32, float16 or bfloat16; flat.
+        format: a wire format's name.
+        run: elements that are encoded together.
+        sent: every rank's residual, float32, of what it sends; None: 0.
+        reduced: the residual of what is sent back, on the ranks that reduce.
+        factors: of every rank's gradient; 0 drops it.
+        absent: whether a rank has nothing to send.
+        seed: rounds stochastically; None rounds to the nearest.
+        key, step: which random numbers. ``key`` also says which rank reduces which runs, and so
+            whose numbers round the result.
+    """
+    ranks, count = len(gradients), gradients[0].numel()
+    old = sent or [torch.zeros(count) for _ in gradients]
+    back = torch.zeros(count) if reduced is None else reduced
+    away = absent or [False] * ranks
+    values = [u + r for u, r in zip(_load(gradients, factors or [1.0] * ranks), old, strict=True)]
+    result = Encoded(torch.empty_like(gradients[0]), [r.clone() for r in old], back.clone())
+
+    def words(stream: int) -> Tensor | None:
+        return None if seed is None else noise(seed, key, step, stream, count)
+
+    own = [words(2 * rank) for rank in range(ranks)]
+    owner = _owners(-(-count // run), ranks, key)
+    for number, begin in enumerate(range(0, count, run)):
+        part = slice(begin, min(begin + run, count))
+        n = part.stop - part.start
+        records = []
+        for rank in range(ranks):
+            if away[rank]:
+                records.append(absent_run(format, n))
+                continue
+            mine = own[rank]
+            record = encode_run(values[rank][part], format, None if mine is None else mine[part])
+            result.sent[rank][part] = values[rank][part] - decode_run(record, format, n)
+            records.append(record)
+        if all(is_absent(record, format, n) for record in records):
+            record = absent_run(format, n)
+        else:
+            total = tree([decode_run(record, format, n) for record in records])
+            value = total * torch.tensor(1 / ranks, dtype=torch.float32) + back[part]
+            mine = words(2 * owner[number] + 1)
+            record = encode_run(value, format, None if mine is None else mine[part])
+            told = decode_run(record, format, n).to(gradients[0].dtype).float()
+            result.reduced[part] = value - told
+        result.gradient[part] = decode_run(record, format, n).to(gradients[0].dtype)
+    return result
+
+
+def _owners(runs: int, ranks: int, key: int) -> list[int]:
+    """Who reduces which run."""
+    each, longer = divmod(runs, ranks)
+    owners = []
+    for turned in range(ranks):
+        owners += [(turned - key) % ranks] * (each + (turned < longer))
+    return owners

@@ -1,0 +1,261 @@
+// How one host thread encodes and decodes: a run at a time, through tiles that stay in the
+// first-level cache, in loops that the compiler vectorises.
+#pragma once
+
+#include <utility>
+
+#include "host_loops.h"
+#include "wire.h"
+
+namespace fastreduce {
+inline namespace FR_ISA {
+
+// A Team of one, see codec.h and wire.h.
+class HostTeam {
+ public:
+  struct Tile {
+    const float* at;
+    float operator()(std::size_t i) const { return at[i]; }
+  };
+  struct Words {
+    const std::uint32_t* at;
+    std::uint32_t operator()(std::size_t i) const { return at[i]; }
+  };
+  struct NoWords {
+    std::uint32_t operator()(std::size_t) const { return 0; }
+  };
+
+  static constexpr std::size_t lane() { return 0; }
+  static constexpr std::size_t lanes() { return 1; }
+  static void sync() {}
+  static bool all(bool value) { return value; }
+
+  template <class Value>
+  static std::uint32_t max(std::size_t n, const Value& value) {
+    std::uint32_t most = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+      const std::uint32_t here = value(i);
+      most = most < here ? here : most;
+    }
+    return most;
+  }
+
+  // In the order of 32 lanes.
+  template <class Value>
+  static float sum(std::size_t n, const Value& value) {
+    constexpr std::size_t kLanes = 32;
+    alignas(64) float part[kLanes] = {};
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+      for (std::size_t j = 0; j < kLanes; ++j) part[j] += value(i + j);
+    for (std::size_t j = 0; i + j < n; ++j) part[j] += value(i + j);
+    for (std::size_t width = kLanes / 2; width != 0; width /= 2)
+      for (std::size_t j = 0; j < width; ++j) part[j] += part[j + width];
+    return part[0];
+  }
+
+  // factor * gradient + residual of n elements.
+  Tile contribution(const Coding& coding, const Span& span, const void* residual, std::size_t begin,
+                    std::size_t n) {
+    const auto load = [&](const auto* gradient) {
+      gradient += span.offset + begin;
+      using T = std::remove_const_t<std::remove_pointer_t<decltype(gradient)>>;
+      if constexpr (std::is_same<T, float>::value)
+        if (coding.factor == 1) return gradient;
+      widen(values_, gradient, n);
+      return static_cast<const float*>(values_);
+    };
+    const float* values = coding.dtype == DType::float32
+                              ? load(static_cast<const float*>(coding.gradient))
+                          : coding.dtype == DType::float16
+                              ? load(static_cast<const Half*>(coding.gradient))
+                              : load(static_cast<const BFloat16*>(coding.gradient));
+    if (coding.factor != 1) {
+      const Factor<float> factor{coding.factor};
+      FR_INDEPENDENT
+      for (std::size_t i = 0; i < n; ++i) values_[i] = factor(values[i]);
+      values = values_;
+    }
+    return add(values, residual, begin, n, coding.residual_dtype);
+  }
+
+  // The mean over the ranks of the records from(p), plus the residual.
+  template <class C, class From>
+  Tile mean(const Coding& coding, const From& from, const void* residual, std::size_t begin,
+            std::size_t n) {
+    constexpr int kLevels = 13;
+    static_assert((1 << kLevels) > kMostSenders, "a level for every power of two of ranks");
+    alignas(64) float tiles[kLevels + 1][kMostOfRun];
+    float* level[kLevels];
+    for (int l = 0; l < kLevels; ++l) level[l] = tiles[l];
+    float* carry = tiles[kLevels];
+    const int count = coding.plan.world;
+    for (int k = 0; k < count; ++k) {
+      int l = k & 1;
+      if (l == 0) {
+        decode<C>(*this, from(k), n, [=](std::size_t i, float x) { carry[i] = x; });
+      } else {
+        const float* const left = level[0];
+        decode<C>(*this, from(k), n, [=](std::size_t i, float x) { carry[i] = left[i] + x; });
+      }
+      for (; (k >> l) & 1; ++l) {
+        const float* const left = level[l];
+        FR_INDEPENDENT
+        for (std::size_t i = 0; i < n; ++i) carry[i] = left[i] + carry[i];
+      }
+      std::swap(level[l], carry);
+    }
+    int lowest = 0;
+    while (!((count >> lowest) & 1)) ++lowest;
+    float* const total = level[lowest];
+    for (int l = lowest + 1; l < kLevels; ++l) {
+      if (!((count >> l) & 1)) continue;
+      const float* const left = level[l];
+      FR_INDEPENDENT
+      for (std::size_t i = 0; i < n; ++i) total[i] = left[i] + total[i];
+    }
+    const float share = share_of(count);
+    FR_INDEPENDENT
+    for (std::size_t i = 0; i < n; ++i) values_[i] = total[i] * share;
+    return add(values_, residual, begin, n, coding.residual_dtype);
+  }
+
+  template <class R>
+  auto words(const Noise& noise, std::size_t begin, std::size_t n) {
+    if constexpr (R::kRandom) {
+      for (std::size_t i = 0; i < n; i += 4) {
+        const Philox four = noise.four(begin + i);
+        for (std::size_t k = 0; k < 4; ++k) words_[i + k] = four.word[k];
+      }
+      return Words{words_};
+    } else {
+      return NoWords{};
+    }
+  }
+
+  // to[begin + i] = values(i) - what the record holds, as it is once stored in a gradient.
+  template <class C>
+  void keep(void* to, std::size_t begin, std::size_t n, DType dtype, const char* record,
+            const Tile& values, DType gradient) {
+    float* lost = difference_;
+    if (dtype == DType::float32) lost = static_cast<float*>(to) + begin;
+    const float* const in = values.at;
+    if (gradient == DType::float32) {
+      decode<C>(*this, record, n, [=](std::size_t i, float x) { lost[i] = in[i] - x; });
+    } else {
+      decode<C>(*this, record, n,
+                [=](std::size_t i, float x) { lost[i] = in[i] - stored(gradient, x); });
+    }
+    if (dtype != DType::float32) narrow(static_cast<BFloat16*>(to) + begin, lost, n);
+  }
+
+  static void carry(void* to, const void* from, std::size_t begin, std::size_t n, DType dtype) {
+    const std::size_t item = item_bytes(dtype);
+    std::memcpy(static_cast<char*>(to) + begin * item,
+                static_cast<const char*>(from) + begin * item, n * item);
+  }
+
+  // The gradient from `at` on becomes what the record holds; the largest magnitude.
+  template <class C>
+  std::uint32_t give(const Coding& coding, std::size_t at, const char* record, std::size_t n) {
+    float* to = values_;
+    if (coding.dtype == DType::float32) to = static_cast<float*>(coding.gradient) + at;
+    decode<C>(*this, record, n, [=](std::size_t i, float x) { to[i] = x; });
+    if (coding.dtype == DType::float16) narrow(static_cast<Half*>(coding.gradient) + at, to, n);
+    if (coding.dtype == DType::bfloat16)
+      narrow(static_cast<BFloat16*>(coding.gradient) + at, to, n);
+    return max(n, [=](std::size_t i) { return magnitude_of(to[i]); });
+  }
+
+ private:
+  Tile add(const float* values, const void* residual, std::size_t begin, std::size_t n,
+           DType dtype) {
+    if (residual == nullptr) return {values};
+    if (dtype == DType::float32) {
+      const float* const more = static_cast<const float*>(residual) + begin;
+      FR_INDEPENDENT
+      for (std::size_t i = 0; i < n; ++i) values_[i] = values[i] + more[i];
+    } else {
+      const BFloat16* const more = static_cast<const BFloat16*>(residual) + begin;
+      FR_INDEPENDENT
+      for (std::size_t i = 0; i < n; ++i)
+        values_[i] = values[i] + Element<BFloat16>::load(more[i]);
+    }
+    return {values_};
+  }
+
+  alignas(64) float values_[kMostOfRun];
+  alignas(64) float difference_[kMostOfRun];
+  alignas(64) std::uint32_t words_[kMostOfRun];
+};
+
+// A Coding whose format the protocol does not see: a virtual call handles a piece. Ranges are runs
+// of a message, of which `to` and `from` hold just these.
+class HostCoder {
+ public:
+  explicit HostCoder(const Coding& coding) : coding_(coding) {}
+  virtual ~HostCoder() = default;
+
+  const Plan& plan() const { return coding_.plan; }
+  virtual void encode(int chunk, Range runs, char* to) = 0;
+  virtual void reduce(Range runs, const char* const* from, char* to) = 0;
+  virtual void decode(int chunk, Range runs, const char* from) = 0;
+
+ protected:
+  // visit(run, its place) for every run.
+  template <class Visit>
+  void each(int chunk, Range runs, const Visit& visit) const {
+    std::size_t span = 0;
+    std::size_t first = 0;
+    for (std::size_t index = runs.begin; index < runs.end; ++index) {
+      const Run run = run_at(coding_.plan, chunk, index, span);
+      if (index == runs.begin) first = run.byte;
+      span = run.span;
+      visit(run, run.byte - first);
+    }
+  }
+
+  const Coding& coding_;
+};
+
+template <class C, class R>
+class HostCoderOf final : public HostCoder {
+ public:
+  using HostCoder::HostCoder;
+
+  void encode(int chunk, Range runs, char* to) override {
+    each(chunk, runs, [&](const Run& run, std::size_t at) {
+      encode_run<C, R>(team_, coding_, run, to + at);
+    });
+  }
+  void reduce(Range runs, const char* const* from, char* to) override {
+    each(coding_.rank, runs, [&](const Run& run, std::size_t at) {
+      reduce_run<C, R>(team_, coding_, run, [=](int p) { return from[p] + at; }, to + at);
+    });
+  }
+  void decode(int chunk, Range runs, const char* from) override {
+    each(chunk, runs, [&](const Run& run, std::size_t at) {
+      decode_run<C>(team_, coding_, run, from + at);
+    });
+  }
+
+ private:
+  HostTeam team_;
+};
+
+// visit(coder) for the format and rounding of a Coding.
+template <class Visit>
+auto with_coder(const Coding& coding, const Visit& visit) {
+  return visit_format(coding.plan.format, [&](auto codec) {
+    using C = decltype(codec);
+    if (coding.plan.stochastic) {
+      HostCoderOf<C, Stochastic> coder(coding);
+      return visit(static_cast<HostCoder&>(coder));
+    }
+    HostCoderOf<C, Nearest> coder(coding);
+    return visit(static_cast<HostCoder&>(coder));
+  });
+}
+
+}  // namespace FR_ISA
+}  // namespace fastreduce
