@@ -1,6 +1,9 @@
 // Python bindings: pointers, counts and enum numbers in; nothing is decided here.
 #include "bindings.h"
 
+#include <algorithm>
+#include <tuple>
+
 #include "host_communicator.h"
 
 namespace {
@@ -70,21 +73,24 @@ class Allocation {
 // A Plan and what it points to.
 class WirePlan {
  public:
-  WirePlan(int format, bool stochastic, int world, std::size_t run,
-           const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& counts,
-           const std::vector<std::uint32_t>& keys) {
+  // Of every span: offset, count, key, format, whether it is rounded stochastically, elements of a
+  // run.
+  using Row = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t, int, bool, std::size_t>;
+
+  WirePlan(int world, const std::vector<Row>& spans) {
     if (world < 1 || world > kMostSenders)
       throw std::invalid_argument("ranks: expected 1 to " + std::to_string(kMostSenders) +
                                   ", got " + std::to_string(world));
-    if (run < 4 || run > kMostOfRun || run % 4 != 0)
-      throw std::invalid_argument("run: expected 4 to 1024 elements, a multiple of 4");
-    for (std::size_t s = 0; s < offsets.size(); ++s)
-      spans_.push_back({offsets[s], counts.at(s), keys.at(s)});
-    plan_.format = static_cast<Format>(format);
-    plan_.stochastic = stochastic;
+    for (const auto& [offset, count, key, format, stochastic, run] : spans) {
+      if (run < 4 || run > kMostOfRun || run % 4 != 0)
+        throw std::invalid_argument("run: expected 4 to " + std::to_string(kMostOfRun) +
+                                    " elements, a multiple of 4, got " + std::to_string(run));
+      if (format < 0 || format >= kFormats) throw std::invalid_argument("format: unknown");
+      spans_.push_back({offset, count, key, static_cast<Format>(format), stochastic,
+                        static_cast<std::uint16_t>(run)});
+      plan_.record = std::max(plan_.record, spans_.back().record());
+    }
     plan_.world = world;
-    plan_.run = run;
-    plan_.record = record_bytes(plan_.format, run);
     plan_.spans = spans_.size();
     plan_.span = spans_.data();
     parts_ = parts_of(plan_);
@@ -183,10 +189,7 @@ PYBIND11_MODULE(_C, m) {
   define_bucket("unpack", &Kernels::unpack);
 
   py::class_<WirePlan, std::shared_ptr<WirePlan>>(m, "WirePlan")
-      .def(py::init<int, bool, int, std::size_t, const std::vector<std::uint64_t>&,
-                    const std::vector<std::uint64_t>&, const std::vector<std::uint32_t>&>(),
-           py::arg("format"), py::arg("stochastic"), py::arg("world"), py::arg("run"),
-           py::arg("offsets"), py::arg("counts"), py::arg("keys"))
+      .def(py::init<int, const std::vector<WirePlan::Row>&>(), py::arg("world"), py::arg("spans"))
       .def("message_bytes",
            [](const WirePlan& self, int chunk) { return self.plan().bytes(chunk); });
 

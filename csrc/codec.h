@@ -303,8 +303,10 @@ FR_BLOCK float scale_of(Team& team, std::size_t n, const Value& value) {
 // Encodes value(0) ... value(n - 1); word(i) is element i's random word. What was said of a team's
 // record is to be read after sync() only.
 template <class C, class R, class Team, class Value, class Word>
-FR_BLOCK void encode(Team& team, char* record, std::size_t n, const Value& value,
-                     const Word& word) {
+FR_BLOCK void encode(Team& team, char* record, std::size_t n, const Value& values,
+                     const Word& words) {
+  const Value value = values;  // a copy: no store of a byte can change it
+  const Word word = words;
   using Unit = typename C::Unit;
   Unit* const unit = units_in<C>(record);
   const std::size_t units = units_of<C>(n);

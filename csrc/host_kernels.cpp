@@ -113,7 +113,8 @@ bool run_encoded(HostBlock& block, const View& view, const Job& job) {
   Coding coding = *static_cast<const Coding*>(job.in);
   const double share = job.total == 0 ? 0 : view.world() / job.total;
   coding.factor = static_cast<float>(factor_of(job.calls[view.rank]) * share);
-  return with_coder(coding, [&](HostCoder& coder) { return encoded(block, view, coder); });
+  HostCoder coder(coding);
+  return encoded(block, view, coder);
 }
 
 bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
@@ -181,21 +182,15 @@ void run_unpack(HostBlock& block, DType tensor, DType flat, void* from, const Pi
 }
 
 void encode_message(const Coding& coding, int chunk, char* to) {
-  with_coder(coding, [&](HostCoder& coder) {
-    coder.encode(chunk, {0, coding.plan.runs(chunk)}, to);
-  });
+  HostCoder(coding).encode(chunk, {0, coding.plan.runs(chunk)}, to);
 }
 
 void reduce_messages(const Coding& coding, const char* const* from, char* to) {
-  with_coder(coding, [&](HostCoder& coder) {
-    coder.reduce({0, coding.plan.runs(coding.rank)}, from, to);
-  });
+  HostCoder(coding).reduce({0, coding.plan.runs(coding.rank)}, from, to);
 }
 
 void decode_message(const Coding& coding, int chunk, const char* from) {
-  with_coder(coding, [&](HostCoder& coder) {
-    coder.decode(chunk, {0, coding.plan.runs(chunk)}, from);
-  });
+  HostCoder(coding).decode(chunk, {0, coding.plan.runs(chunk)}, from);
 }
 
 }  // namespace

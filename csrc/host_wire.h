@@ -189,20 +189,59 @@ class HostTeam {
   alignas(64) std::uint32_t words_[kMostOfRun];
 };
 
-// A Coding whose format the protocol does not see: a virtual call handles a piece. Ranges are runs
-// of a message, of which `to` and `from` hold just these.
+// What is done with a run in one format, with one rounding.
+struct RunVerbs {
+  void (*encode)(HostTeam&, const Coding&, const Run&, char* to);
+  void (*reduce)(HostTeam&, const Coding&, const Run&, const char* const* from, std::size_t at,
+                 char* to);
+  void (*decode)(HostTeam&, const Coding&, const Run&, const char* from);
+};
+
+template <class C, class R>
+RunVerbs verbs() {
+  return {[](HostTeam& team, const Coding& coding, const Run& run, char* to) {
+            encode_run<C, R>(team, coding, run, to);
+          },
+          [](HostTeam& team, const Coding& coding, const Run& run, const char* const* from,
+             std::size_t at, char* to) {
+            reduce_run<C, R>(team, coding, run, [=](int p) { return from[p] + at; }, to);
+          },
+          [](HostTeam& team, const Coding& coding, const Run& run, const char* from) {
+            decode_run<C>(team, coding, run, from);
+          }};
+}
+
+// A Coding as the protocol uses it: piece by piece. Ranges are runs of a message, of which `to` and
+// `from` hold just these.
 class HostCoder {
  public:
-  explicit HostCoder(const Coding& coding) : coding_(coding) {}
-  virtual ~HostCoder() = default;
+  explicit HostCoder(const Coding& coding) : coding_(coding) {
+    for (int f = 0; f < kFormats; ++f)
+      visit_format(static_cast<Format>(f), [&](auto codec) {
+        verbs_[f][0] = verbs<decltype(codec), Nearest>();
+        verbs_[f][1] = verbs<decltype(codec), Stochastic>();
+      });
+  }
 
   const Plan& plan() const { return coding_.plan; }
-  virtual void encode(int chunk, Range runs, char* to) = 0;
-  virtual void reduce(Range runs, const char* const* from, char* to) = 0;
-  virtual void decode(int chunk, Range runs, const char* from) = 0;
 
- protected:
-  // visit(run, its place) for every run.
+  void encode(int chunk, Range runs, char* to) {
+    each(chunk, runs, [&](const Run& run, const RunVerbs& verbs, std::size_t at) {
+      verbs.encode(team_, coding_, run, to + at);
+    });
+  }
+  void reduce(Range runs, const char* const* from, char* to) {
+    each(coding_.rank, runs, [&](const Run& run, const RunVerbs& verbs, std::size_t at) {
+      verbs.reduce(team_, coding_, run, from, at, to + at);
+    });
+  }
+  void decode(int chunk, Range runs, const char* from) {
+    each(chunk, runs, [&](const Run& run, const RunVerbs& verbs, std::size_t at) {
+      verbs.decode(team_, coding_, run, from + at);
+    });
+  }
+
+ private:
   template <class Visit>
   void each(int chunk, Range runs, const Visit& visit) const {
     std::size_t span = 0;
@@ -211,51 +250,15 @@ class HostCoder {
       const Run run = run_at(coding_.plan, chunk, index, span);
       if (index == runs.begin) first = run.byte;
       span = run.span;
-      visit(run, run.byte - first);
+      const Span& of = coding_.plan.span[span];
+      visit(run, verbs_[static_cast<int>(of.format)][of.stochastic], run.byte - first);
     }
   }
 
   const Coding& coding_;
-};
-
-template <class C, class R>
-class HostCoderOf final : public HostCoder {
- public:
-  using HostCoder::HostCoder;
-
-  void encode(int chunk, Range runs, char* to) override {
-    each(chunk, runs, [&](const Run& run, std::size_t at) {
-      encode_run<C, R>(team_, coding_, run, to + at);
-    });
-  }
-  void reduce(Range runs, const char* const* from, char* to) override {
-    each(coding_.rank, runs, [&](const Run& run, std::size_t at) {
-      reduce_run<C, R>(team_, coding_, run, [=](int p) { return from[p] + at; }, to + at);
-    });
-  }
-  void decode(int chunk, Range runs, const char* from) override {
-    each(chunk, runs, [&](const Run& run, std::size_t at) {
-      decode_run<C>(team_, coding_, run, from + at);
-    });
-  }
-
- private:
   HostTeam team_;
+  RunVerbs verbs_[kFormats][2];
 };
-
-// visit(coder) for the format and rounding of a Coding.
-template <class Visit>
-auto with_coder(const Coding& coding, const Visit& visit) {
-  return visit_format(coding.plan.format, [&](auto codec) {
-    using C = decltype(codec);
-    if (coding.plan.stochastic) {
-      HostCoderOf<C, Stochastic> coder(coding);
-      return visit(static_cast<HostCoder&>(coder));
-    }
-    HostCoderOf<C, Nearest> coder(coding);
-    return visit(static_cast<HostCoder&>(coder));
-  });
-}
 
 }  // namespace FR_ISA
 }  // namespace fastreduce

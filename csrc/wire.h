@@ -30,6 +30,11 @@ struct Span {
   std::uint64_t offset = 0;  // in the buffer, and
   std::uint64_t count = 0;   // elements
   std::uint32_t key = 0;     // of its name: who reduces it, and its random numbers
+  Format format = Format::fp32;
+  bool stochastic = false;
+  std::uint16_t run = 128;   // elements that are encoded together
+
+  FR_FN std::size_t record() const { return record_bytes(format, run); }
 };
 
 // What of a message comes before a span's part, and with which of its runs that part begins.
@@ -41,12 +46,9 @@ struct Part {
 
 // The same on all ranks.
 struct Plan {
-  Format format = Format::fp32;
-  bool stochastic = false;
   int world = 1;
-  std::size_t run = 128;  // elements
-  std::size_t record = 0;  // bytes of a whole run's record
   std::size_t spans = 0;
+  std::size_t record = 0;  // bytes of the longest
   const Span* span = nullptr;
   const Part* part = nullptr;  // world x (spans + 1)
 
@@ -56,14 +58,14 @@ struct Plan {
 };
 
 // The runs of a span that a chunk consists of.
-FR_FN Range runs_of(const Span& span, std::size_t run, int world, int chunk) {
-  const std::size_t runs = (span.count + run - 1) / run;
+FR_FN Range runs_of(const Span& span, int world, int chunk) {
+  const std::size_t runs = (span.count + span.run - 1) / span.run;
   const int turned = static_cast<int>((static_cast<std::uint32_t>(chunk) + span.key) %
                                       static_cast<std::uint32_t>(world));
   return part_of(runs, world, turned, 1);
 }
 
-// Of every chunk and span, and of the end; `runs` is set to where a chunk's runs end.
+// Of every chunk: of every span, and of what would follow the last.
 inline std::vector<Part> parts_of(const Plan& plan) {
   std::vector<Part> parts;
   for (int chunk = 0; chunk < plan.world; ++chunk) {
@@ -73,14 +75,15 @@ inline std::vector<Part> parts_of(const Plan& plan) {
         parts.push_back(part);
         break;
       }
-      const Range runs = runs_of(plan.span[s], plan.run, plan.world, chunk);
+      const Span& span = plan.span[s];
+      const Range runs = runs_of(span, plan.world, chunk);
       part.first = runs.begin;
       parts.push_back(part);
       part.runs += runs.size();
-      const std::size_t end = plan.span[s].count;
-      const std::size_t last = runs.size() == 0 || runs.end * plan.run <= end ? 0 : 1;
-      part.bytes += (runs.size() - last) * plan.record;
-      if (last != 0) part.bytes += record_bytes(plan.format, end - (runs.end - 1) * plan.run);
+      const std::size_t shorter = runs.size() == 0 || runs.end * span.run <= span.count ? 0 : 1;
+      part.bytes += (runs.size() - shorter) * span.record();
+      if (shorter != 0)
+        part.bytes += record_bytes(span.format, span.count - (runs.end - 1) * span.run);
     }
   }
   return parts;
@@ -140,16 +143,12 @@ FR_FN Run run_at(const Plan& plan, int chunk, std::size_t index, std::size_t spa
   const std::size_t before = index - parts[span].runs;
   Run run;
   run.span = span;
-  run.begin = (parts[span].first + before) * plan.run;
-  const std::size_t left = plan.span[span].count - run.begin;
-  run.n = left < plan.run ? left : plan.run;
-  run.byte = parts[span].bytes + before * plan.record;
+  const Span& of = plan.span[span];
+  run.begin = (parts[span].first + before) * of.run;
+  const std::size_t left = of.count - run.begin;
+  run.n = left < of.run ? left : of.run;
+  run.byte = parts[span].bytes + before * of.record();
   return run;
-}
-
-// The bytes from one run of a message to another; `end` may be past the last.
-FR_FN std::size_t byte_at(const Plan& plan, int chunk, std::size_t index) {
-  return index == plan.runs(chunk) ? plan.bytes(chunk) : run_at(plan, chunk, index, 0).byte;
 }
 
 // A magnitude from which on a gradient is not finite once it is stored.

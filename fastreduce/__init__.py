@@ -25,6 +25,7 @@ from fastreduce.errors import (
     PeerLostError,
     UnsynchronizedError,
 )
+from fastreduce.wire import Wire
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "PeerClosedError",
     "PeerLostError",
     "UnsynchronizedError",
+    "Wire",
     "Work",
     "all_reduce_hook",
     "attach",

@@ -30,7 +30,7 @@ def parts_of(buffer: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]
     return iter(buffer.split([elements_of(parameter) for parameter in parameters]))
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether its elements lie in memory without gaps, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -311,7 +311,7 @@ class Shards:
                 continue
             view = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
             # As DDP lays them out.
-            dense = _is_dense(parameter)
+            dense = is_dense(parameter)
             view = view.as_strided(parameter.shape, parameter.stride()) if dense else view
             view.view_as(parameter).copy_(total)
         return sums

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from fastreduce import _C, arrays, cuda, enums, policy, tuning, weights
+from fastreduce.exchange import Coding, Exchange, Layout
 from fastreduce.memory import NOT_SHARED, SharedTensors
-from fastreduce.process_group import Done, ProcessGroupTransport, as_timedelta, fail
+from fastreduce.process_group import Account, Done, ProcessGroupTransport, as_timedelta, fail
 from fastreduce.rendezvous import connect_gpus, share_memory
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ class Communicator:
         self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._next_future = 0
+        self._exchange: Exchange | None = None
         if self._core is None:
             if deterministic:
                 raise RuntimeError(
@@ -320,6 +322,18 @@ class Communicator:
         plan, count, two_shot = self._plans.get(key) or self._plan(key)
         segment = self._segment_of(tensor, move) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
+        self._promise(future, tensor, (plan, at, at, count, 0, scale, part, segment), done)
+
+    def _promise(
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        call: tuple[int, int, int, int, int, float, float, int],
+        done: Done | None,
+    ) -> None:
+        """Queues a call that completes a Future. What it needs lives as long as ``done``."""
+        core = self._core
+        assert core is not None
         with self._lock:
             number = self._next_future
             self._next_future += 1
@@ -334,10 +348,65 @@ class Communicator:
                 self._notifier.append(notifier)
         self._futures[number] = (future, tensor, done)
         try:
-            core.submit(plan, at, at, count, 0, scale, part, segment, number)
+            core.submit(*call, number)
         except BaseException:
             del self._futures[number]
             raise
+
+    def all_reduce_encoded(
+        self,
+        tensor: Tensor,
+        layout: Layout,
+        coding: Coding,
+        settle: Callable[[_C.WireCoding], None],
+        *,
+        scale: float,
+        weight: weights.Weight | None,
+        here: bool,
+        done: Done | None,
+    ) -> Future[Tensor]:
+        """The mean over the ranks in wire formats; see :mod:`fastreduce.compression`.
+
+        Args:
+            tensor: contiguous, on the CPU.
+            layout: how it is encoded; the same on all ranks.
+            coding: makes what the kernels are given, for a rank's factor (which kernels that share
+                memory find by themselves).
+            settle: called with that, once the call has succeeded.
+            scale, weight, done: as for :meth:`all_reduce`.
+            here: run in this thread, if ranks share memory.
+        """
+        future: Future[Tensor] = Future()
+        part = _check_factors(scale, weight, "mean", tensor)
+        if self._core is None:
+            exchange = self.exchange()
+            exchange.all_reduce(
+                future, tensor, layout, coding, settle, scale, weight, self._errors, done
+            )
+            return future
+        self._core.refuse_child()
+        used = coding(1.0)
+        plan = enums.plan("all_reduce", tensor.dtype, "mean", "encoded", layout.checksum)
+        at = tensor.data_ptr()
+        call = (plan, used.address, at, tensor.numel(), 0, scale, part, NOT_SHARED)
+
+        def told(total: float, account: Account | None) -> None:
+            settle(used)
+            if done is not None:
+                done(total, account)
+
+        if here:
+            told(*self._core.run_told(*call))
+            future.set_result(tensor)
+        else:
+            self._promise(future, tensor, call, told)
+        return future
+
+    def exchange(self) -> Exchange:
+        """The way of encoded messages between hosts. Collective the first time."""
+        if self._exchange is None:
+            self._exchange = Exchange(self._group, self.rank, self.world_size, self.timeout)
+        return self._exchange
 
     @arrays.accepted
     def reduce_scatter(
@@ -535,6 +604,9 @@ class Communicator:
         self._close(drain=True)
 
     def _close(self, *, drain: bool) -> None:
+        if self._exchange is not None:
+            self._exchange.close(drain=drain)
+            self._exchange = None
         self._group.close()
         gpus, self._gpus = self._gpus, {}
         for gpu in gpus.values():

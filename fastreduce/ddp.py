@@ -4,11 +4,12 @@ import contextlib
 import copy
 import inspect
 import logging
+import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -24,9 +25,11 @@ from torch.utils.hooks import RemovableHandle
 from fastreduce import compiled, reducer, sparse, weights
 from fastreduce.accumulation import NO_WEIGHT, Shards, TreeAccumulator, elements_of, parts_of
 from fastreduce.communicator import Communicator
+from fastreduce.compression import Compression
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
 from fastreduce.process_group import Account, Done, fail
 from fastreduce.stats import BucketStats, StepStats, summary
+from fastreduce.wire import SMALL_BYTES, Policy, Schedule
 
 logger = logging.getLogger("fastreduce")
 
@@ -52,6 +55,14 @@ class HookState:
         none_if_empty: gradients become None after a pass whose weights' sum is 0, instead of 0 (on
             the CPU).
         record: keep :meth:`stats`.
+        wire: in which format gradients of float32, float16 and bfloat16 travel between the ranks:
+            the name of one, a :class:`Wire`, a function of a parameter's name and shape that gives
+            one of these, or a mapping from the step from which on one of all these holds.
+        warmup_steps: steps in fp32 before that.
+        wire_min_bytes: what has less bytes in a bucket, all parameters of one wire together, stays
+            uncompressed.
+        wire_seed: of stochastic rounding; the same on all ranks.
+        residual_dtype: of what is kept of the encoding's losses: float32, or bfloat16.
         kwargs: passed on to :class:`Communicator`, where one is created.
     """
 
@@ -62,6 +73,11 @@ class HookState:
         count_unused: bool = True,
         none_if_empty: bool = False,
         record: bool = False,
+        wire: Schedule = "fp32",
+        warmup_steps: int = 0,
+        wire_min_bytes: int = SMALL_BYTES,
+        wire_seed: int = 0,
+        residual_dtype: torch.dtype = torch.float32,
         **kwargs: Any,
     ) -> None:
         # For torch.compile, which can name a number but not hold this.
@@ -71,7 +87,14 @@ class HookState:
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._owned = False
         self._arguments = kwargs
+        self._compression: Compression | None = None
+        if wire != "fp32":
+            policy = Policy(wire, warmup_steps, wire_min_bytes)
+            self._compression = Compression(policy, wire_seed, residual_dtype)
+            if not count_unused:
+                raise ValueError("count_unused=False: expected wire='fp32'")
         self._count_unused = count_unused
+        self._notes_use = not count_unused  # which parameters this rank has used matters
         self._none_if_empty = none_if_empty
         self._record = record
         self._closed = False
@@ -84,6 +107,7 @@ class HookState:
         self._forwards = 0  # that have been completed since the last one was given
         self._handles: list[RemovableHandle] = []
         self._watch: RemovableHandle | None = None  # of forward passes
+        self._loss_scale = 1.0
         self._reduction: Reduction = "mean"
         self._weighted = False  # weights have been given at some time
         self._used: dict[str, float] = {}  # weights of those that used a parameter, by name
@@ -134,7 +158,10 @@ class HookState:
             if parameter.requires_grad and name not in ignored
         }
         self._elements = sum(map(elements_of, self._names))
-        if not self._count_unused:
+        if self._compression is not None:
+            self._compression.connect(self._communicator)
+            self._notes_use |= model.find_unused_parameters or model.static_graph
+        if self._notes_use:
             for parameter in self._names:
                 # Runs before DDP's own, which calls the hook.
                 noting = _noting(weakref.ref(self), self._names[parameter])
@@ -232,6 +259,24 @@ class HookState:
         is skipped after its forward pass."""
         self._weight = None
 
+    def loss_scale(self, scale: float) -> None:
+        """By what the loss of the next pass is multiplied, where that changes: what lossy wire
+        formats have kept back of gradients changes with it. With a GradScaler, before every
+        backward pass: ``state.loss_scale(scaler.get_scale())``."""
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale: expected a positive number, got {scale}")
+        if self._compression is not None and scale != self._loss_scale:
+            self._compression.rescale(scale / self._loss_scale)
+        self._loss_scale = scale
+
+    def discard_step(self) -> None:
+        """The gradients of the last synchronised pass are not used. Passes with an inf or a NaN in
+        some gradient are discarded by themselves; to be called where the optimizer's step is left
+        out for another reason, so that nothing of what lossy wire formats have kept back is lost.
+        """
+        if self._compression is not None:
+            self._compression.discard()
+
     def _factors(self, joined: bool) -> tuple[float, weights.Weight | None]:
         """Scale and weight of this rank's buckets in a pass."""
         if joined:  # what it has are zeros
@@ -267,7 +312,7 @@ class HookState:
             if buffer.is_sparse:
                 averaged, here = self._average_sparse(bucket, current, note), True
             elif self._shards is None:
-                averaged = self._reduce(buffer, current, here, note)
+                averaged = self._reduce(buffer, current, here, note, bucket)
             else:
                 averaged = self._average_shards(bucket, current, here, note)
         except CommunicatorError as error:
@@ -276,7 +321,7 @@ class HookState:
         if not self._count_unused:
             averaged = self._recount(bucket, current, averaged)
         elif here:
-            self._count(current, buffer.numel())
+            self._count(current, buffer)
             return averaged
         number = len(current.futures)
         settled: Future[Tensor] = averaged.then(
@@ -291,8 +336,23 @@ class HookState:
         current: "_Pass",
         here: bool,
         note: Done | None,
+        bucket: dist.GradBucket | None = None,  # type: ignore[name-defined]
     ) -> Future[Tensor]:
         scale, weight, ordered = current.scale, current.weight, self._shards is not None
+        layout = absent = None
+        if self._compression is not None and bucket is not None:
+            parameters = [(self._names[each], each) for each in bucket.parameters()]
+            if self._notes_use:
+                absent = [self._used.pop(name, 0.0) == 0 for name, _ in parameters]
+            layout = self._compression.layout(parameters, tensor.dtype)
+        if layout is not None:
+            assert self._compression is not None
+            if self._record:
+                current.stats.buckets[-1].algorithm = "encoded"
+            current.encoded.add(tensor.data_ptr())
+            return self._compression.all_reduce(
+                layout, tensor, absent=absent, scale=scale, weight=weight, here=here, done=note
+            )
         if self._record:
             key = (tensor.nbytes, tensor.dtype, weight is not None, ordered)
             if key not in self._algorithms:
@@ -324,7 +384,7 @@ class HookState:
             raise copy.copy(known) from None
         finally:
             del future  # which holds the exception that would hold this frame
-        self._count(current, gradient.numel())
+        self._count(current, gradient)
         return gradient
 
     def _explain(self, error: CommunicatorError, current: "_Pass", number: int) -> None:
@@ -341,19 +401,30 @@ class HookState:
                     "as this step's forward passes have left them.",
                 )
 
-    def _count(self, current: "_Pass", elements: int) -> None:
-        """So many more elements have been averaged. Called by several threads."""
+    def _count(self, current: "_Pass", gradient: Tensor) -> None:
+        """A bucket has been averaged. Called by several threads."""
+        compression = self._compression
+        if compression is not None:
+            if gradient.is_sparse or gradient.data_ptr() not in current.encoded:
+                compression.watch(gradient)
         with self._lock:
-            current.averaged += elements
+            current.averaged += gradient.numel()
             if current.whole and current.averaged == current.elements:
                 self._passes += 1
+                if compression is not None:
+                    compression.end(discard=self._none_if_empty and current.empty)
 
     def average_gradient(self, gradient: Tensor) -> None:
         """The same for one parameter's gradient, at once."""
-        if self._shards is not None or self._none_if_empty or not self._count_unused:
+        if (
+            self._shards is not None
+            or self._none_if_empty
+            or not self._count_unused
+            or self._compression is not None
+        ):
             raise RuntimeError(
-                "shards(), none_if_empty and count_unused need DDP's own reducer, not the compiled "
-                "python_reducer"
+                "shards(), none_if_empty, count_unused and wire need DDP's own reducer, not the "
+                "compiled python_reducer"
             )
         # Not every parameter need be in the graph: each one's backward pass is told by its number.
         task = reducer.backward_pass()
@@ -381,6 +452,8 @@ class HookState:
             current.scale, current.weight = self._factors(joined)
             self._weight = None
             self._begun += 1
+            if self._compression is not None:
+                self._compression.begin()
         current.elements += elements
         if last or current.elements >= self._elements:
             self._pass = _Pass()
@@ -578,6 +651,8 @@ class HookState:
         """
         model = self._find_model()
         self._refuse_closed()
+        if self._compression is not None:
+            raise RuntimeError("shards: wire formats other than fp32 depend on the number of ranks")
         communicator = self.communicator
         rank, ranks = communicator.rank, communicator.world_size
         if count < 1 or count & (count - 1) or count % ranks:
@@ -626,13 +701,17 @@ class HookState:
 
     # -- saving -------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, merge: bool = False) -> dict[str, Any]:
         """What has to be saved with the model and the optimizer to go on exactly: weights given
-        and parameters used since the last synchronised pass, by parameter name. The same keys
-        for every layout of buckets and number of ranks. Between two micro-batches the values are
-        each rank's own, as is ``.grad``, which has to be saved too. (With
-        ``find_unused_parameters``, only between steps: which parameters were used before, DDP
-        itself does not save.)
+        and parameters used since the last synchronised pass, and what lossy wire formats have kept
+        back, by parameter name. The same keys for every layout of buckets and number of ranks.
+        With a lossy wire the values are each rank's own; and between two micro-batches, as is
+        ``.grad``, which has to be saved too. (With ``find_unused_parameters``, only between steps:
+        which parameters were used before, DDP itself does not save.)
+
+        Args:
+            merge: make of what was kept back one that any number of ranks can load: collective,
+                and the same on all ranks.
 
         Raises:
             RuntimeError: shards are under way.
@@ -646,19 +725,34 @@ class HookState:
             "weight": self._weight,
             "reduction": self._reduction,
             "weighted": self._weighted,
+            "loss_scale": self._loss_scale,
             "parameters": {
                 name: {"used": self._used.get(name, 0.0)} for name in self._names.values()
             },
+            "compression": None
+            if self._compression is None
+            else self._compression.state_dict(self._by_name(), merge=merge),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _by_name(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for parameter, name in self._names.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Takes over what :meth:`state_dict` gave, for a model with the same parameters.
+
+        Args:
+            state: this rank's own; one that was merged; or those of all ranks of a group of any
+                size, in rank order, of which what was kept back is shared out.
 
         Raises:
             ValueError: names are missing, or unknown, or it was taken between micro-batches on
-                another number of ranks; nothing has been changed.
+                another number of ranks, or is another rank's; nothing has been changed.
         """
         self._find_model()
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if not states:
+            raise ValueError("state: expected at least one")
+        state = states[0]
         if state.get("format") != _FORMAT:
             raise ValueError(f"format: expected {_FORMAT}, got {state.get('format')}")
         if absent := sorted(set(self.state_dict()) - set(state)):
@@ -677,6 +771,13 @@ class HookState:
                 f"world_size: expected {self.communicator.world_size}, got {state['world_size']}, "
                 "of a state between two micro-batches"
             )
+        if self._compression is not None and state["compression"] is not None:
+            self._compression.load_state_dict(
+                [each["compression"] for each in states], self._by_name()
+            )
+        elif state["compression"] is not None and state["compression"]["residuals"]:
+            raise ValueError("compression: the state holds residuals, and this one has no wire")
+        self._loss_scale = state["loss_scale"]
         self._forwards = 1
         self._passes = self._checked = state["passes"]
         self._weight, self._reduction = state["weight"], state["reduction"]
@@ -764,6 +865,7 @@ class _Pass:
         self.scale = 1.0
         self.weight: weights.Weight | None = None
         self.empty = False
+        self.encoded: set[int] = set()  # addresses of buckets
         self.stats = StepStats()
 
 

@@ -49,7 +49,11 @@ class Group:
         self.keys = keys or [7 * n + 3 for n in range(len(counts))]
         self.offsets = [sum(counts[:n]) + gap * n for n in range(len(counts))]
         self.plan = _C.WirePlan(
-            enums.FORMAT[format], stochastic, ranks, run, self.offsets, counts, self.keys
+            ranks,
+            [
+                (offset, count, key, enums.FORMAT[format], stochastic, run)
+                for offset, count, key in zip(self.offsets, counts, self.keys, strict=True)
+            ],
         )
 
     def reduce(
@@ -206,7 +210,7 @@ def test_bits_of_the_reference(format, dtype, stochastic):
 @pytest.mark.parametrize("format", FORMATS)
 def test_bytes(format):
     count = 128 * 1000
-    plan = _C.WirePlan(enums.FORMAT[format], False, 4, 128, [0], [count], [0])
+    plan = _C.WirePlan(4, [(0, count, 0, enums.FORMAT[format], False, 128)])
     total = sum(plan.message_bytes(chunk) for chunk in range(4))
     assert total == NOMINAL[format] * count
 

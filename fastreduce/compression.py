@@ -1,0 +1,352 @@
+"""Buckets in wire formats: what is sent of them, what that loses, and whether it counts."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from fastreduce import _C, enums
+from fastreduce.accumulation import elements_of, is_dense
+from fastreduce.communicator import Communicator
+from fastreduce.exchange import Layout
+from fastreduce.process_group import Done
+from fastreduce.weights import Weight
+from fastreduce.wire import FP32, Policy, Wire, key_of
+
+# Gradients of others travel as they are.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NATIVE = {
+    torch.float32: FP32,
+    torch.float16: Wire("fp16", feedback=False),
+    torch.bfloat16: Wire("bf16", feedback=False),
+}
+
+
+class Residual:
+    """What encoding has lost of one parameter's gradients on this rank and has not made up for yet:
+    of what it ``sent``, and of what it ``reduced`` for all. In units of the mean's sum over the
+    ranks: the update that is missing is the mean of all ranks' ``sent`` plus the sum of all ranks'
+    ``reduced``. New values are written beside the old ones, and count once :meth:`turn` is called.
+
+    Args:
+        count: elements, in the order of the parameter's memory.
+        dtype: float32 or bfloat16.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        # Zeros that nobody touches take no memory: a rank reduces its part only.
+        self._sent = [torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)]
+        self._reduced = [torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)]
+        self.now = 0
+        self.holds = False  # something
+
+    @property
+    def sent(self) -> Tensor:
+        return self._sent[self.now]
+
+    @property
+    def reduced(self) -> Tensor:
+        return self._reduced[self.now]
+
+    def addresses(self) -> tuple[int, int, int, int]:
+        """As csrc/wire.h's Residuals."""
+        old, new = self.now, 1 - self.now
+        return (
+            self._sent[old].data_ptr(),
+            self._sent[new].data_ptr(),
+            self._reduced[old].data_ptr(),
+            self._reduced[new].data_ptr(),
+        )
+
+    def turn(self, holds: bool) -> None:
+        """What is new becomes what is; what was is kept until the next step."""
+        self.now = 1 - self.now
+        self.holds = holds
+
+
+@dataclass
+class _Section:
+    """A parameter in a bucket, in one phase."""
+
+    name: str
+    count: int
+    wire: Wire
+    residual: Residual | None
+    keeps: bool  # there will be a residual after this step
+
+
+class _Bucket(Layout):
+    """A bucket's parameters, in one phase."""
+
+    def __init__(self, sections: list[_Section], world_size: int) -> None:
+        rows = []
+        offset = 0
+        for each in sections:
+            number, stochastic = enums.FORMAT[each.wire.format], each.wire.rounding == "stochastic"
+            row = offset, each.count, key_of(each.name), number, stochastic, each.wire.block
+            rows.append(row)
+            offset += each.count
+        super().__init__(world_size, rows)
+        self.sections = sections
+        self._addresses: dict[bytes, Tensor] = {}
+
+    def residuals(self) -> Tensor:
+        """The addresses of all residuals, as they are now: int64, 4 for every section."""
+        turned = bytes(each.residual.now if each.residual else 0 for each in self.sections)
+        if turned not in self._addresses:
+            rows = [e.residual.addresses() if e.residual else (0, 0, 0, 0) for e in self.sections]
+            if len(self._addresses) > 3:
+                self._addresses.clear()
+            self._addresses[turned] = torch.tensor(rows, dtype=torch.int64)
+        return self._addresses[turned]
+
+
+class Compression:
+    """The wire formats of one model's gradients, and their residuals, by parameter name.
+
+    Args:
+        policy: which parameter travels how.
+        seed: of stochastic rounding; the same on all ranks.
+        residual_dtype: float32, or bfloat16.
+    """
+
+    def __init__(self, policy: Policy, seed: int, residual_dtype: torch.dtype) -> None:
+        if residual_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"residual_dtype: expected float32 or bfloat16, got {residual_dtype}")
+        self._policy = policy
+        self._seed = seed & (2**64 - 1)
+        self._residual_dtype = residual_dtype
+        self._residuals: dict[str, Residual] = {}
+        self._layouts: dict[tuple[Any, ...], _Bucket | None] = {}
+        self._step = -1
+        self._finite = True
+        self._entered: list[_Section] = []  # of the pass under way
+        self._turned: list[tuple[Residual, bool]] = []  # of the last one, and what they held before
+        self._lock = threading.Lock()
+
+    def connect(self, communicator: Communicator) -> None:
+        """Over which all is reduced. Collective between hosts."""
+        self._communicator = communicator
+        if not communicator.shared_memory and communicator.world_size > 1:
+            communicator.exchange()
+
+    # -- a pass -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A synchronised pass begins."""
+        self._step += 1
+        self._finite = True
+        self._entered = []
+        self._turned = []
+
+    def layout(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
+    ) -> _Bucket | None:
+        """How a bucket with these parameters is encoded in this pass; None if it travels as it is.
+        The same on all ranks: it depends on names, shapes, the step, and what steps before did."""
+        if dtype not in _DTYPES:
+            return None
+        phase = self._policy.phase(self._step)
+        names = tuple(name for name, _ in parameters)
+        held = bytes(name in self._residuals and self._residuals[name].holds for name in names)
+        key = names, dtype, phase, held
+        if key not in self._layouts:
+            self._layouts[key] = self._lay_out(parameters, dtype)
+        return self._layouts[key]
+
+    def _lay_out(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
+    ) -> _Bucket | None:
+        sections = []
+        nbytes: dict[Wire, int] = {}
+        for name, parameter in parameters:
+            wire = self._policy.of(name, parameter.shape, self._step)
+            if self._communicator.world_size == 1 or not wire.loses(dtype):
+                wire = _NATIVE[dtype]
+            count = elements_of(parameter)
+            nbytes[wire] = nbytes.get(wire, 0) + count * dtype.itemsize
+            sections.append(_Section(name, count, wire, None, False))
+        for each in sections:
+            if self._policy.stays_uncompressed(nbytes[each.wire]):
+                each.wire = _NATIVE[dtype]
+            each.keeps = each.wire is not _NATIVE[dtype] and each.wire.feedback
+            found = self._residuals.get(each.name)
+            if found is not None and found.holds and not each.keeps:
+                each.wire = FP32  # what is left is sent, and nothing is lost
+            elif each.keeps and found is None:
+                found = Residual(each.count, self._residual_dtype)
+                self._residuals[each.name] = found
+            elif not each.keeps:
+                found = None
+            each.residual = found
+        if all(each.wire is _NATIVE[dtype] and each.residual is None for each in sections):
+            return None
+        return _Bucket(sections, self._communicator.world_size)
+
+    def all_reduce(
+        self,
+        layout: _Bucket,
+        buffer: Tensor,
+        *,
+        absent: Sequence[bool] | None,
+        scale: float,
+        weight: Weight | None,
+        here: bool,
+        done: Done | None,
+    ) -> Future[Tensor]:
+        """``buffer`` becomes the mean over the ranks, as far as the formats can tell.
+
+        Args:
+            layout: of this bucket in this pass.
+            absent: of every parameter, whether this rank has not used it: then it sends nothing,
+                not even what it had kept back, for DDP drops what nobody has used.
+            scale, weight, done: as for :meth:`Communicator.all_reduce`.
+            here: wait for the end.
+        """
+        if buffer.is_cuda:
+            raise RuntimeError(f"wire: expected gradients on the CPU, got {buffer.device}")
+        flags = None if absent is None else torch.tensor(absent, dtype=torch.uint8)
+        residuals = layout.residuals()
+
+        def coding(factor: float) -> _C.WireCoding:
+            return _C.WireCoding(
+                layout.spans,
+                buffer.data_ptr(),
+                enums.DTYPE[buffer.dtype],
+                self._communicator.rank,
+                factor,
+                residuals.data_ptr(),
+                enums.DTYPE[self._residual_dtype],
+                0 if flags is None else flags.data_ptr(),
+                self._seed,
+                self._step & 0xFFFFFFFF,
+            )
+
+        def settle(used: _C.WireCoding) -> None:
+            with self._lock:
+                self._finite = self._finite and used.finite
+                self._entered += layout.sections
+
+        return self._communicator.all_reduce_encoded(
+            buffer, layout, coding, settle, scale=scale, weight=weight, here=here, done=done
+        )
+
+    def watch(self, gradient: Tensor) -> None:
+        """Of a bucket that has been averaged uncompressed: whether it is finite counts, too."""
+        if self._residuals:
+            values = gradient._values() if gradient.is_sparse else gradient
+            finite = bool(values.isfinite().all())
+            with self._lock:
+                self._finite = self._finite and finite
+
+    def end(self, *, discard: bool = False) -> None:
+        """All buckets of a pass have been averaged: their residuals count, if all are finite and
+        the gradients are not discarded."""
+        if self._finite and not discard:
+            for each in self._entered:
+                if each.residual is None:
+                    continue
+                self._turned.append((each.residual, each.residual.holds))
+                each.residual.turn(each.keeps)
+        self._entered = []
+
+    def discard(self) -> None:
+        """The last pass's gradients are not used: everything is as it was before."""
+        for residual, held in self._turned:
+            residual.turn(held)
+        self._turned = []
+
+    def rescale(self, factor: float) -> None:
+        """Gradients will be so many times larger from now on."""
+        for residual in self._residuals.values():
+            residual.sent.mul_(factor)
+            residual.reduced.mul_(factor)
+
+    # -- saving -------------------------------------------------------------------------------
+
+    def state_dict(self, parameters: Mapping[str, nn.Parameter], *, merge: bool) -> dict[str, Any]:
+        """This rank's residuals, by name and in the shapes of the parameters (complex ones with a
+        last dimension of 2); with ``merge``, collectively, one that all ranks of any number can
+        load."""
+        saved = {}
+        for name in sorted(self._residuals):
+            residual = self._residuals[name]
+            own = [residual.sent.clone(), residual.reduced.clone()]
+            if merge:
+                own = [each.float() for each in own]
+                self._communicator.all_reduce(own[0], "mean")
+                self._communicator.all_reduce(own[1], "sum")
+                own = [own[0] + own[1], torch.zeros_like(own[1])]
+            shaped = [_shaped(each, parameters[name]).contiguous() for each in own]
+            saved[name] = {"sent": shaped[0], "reduced": shaped[1]}
+        rank = None if merge else self._communicator.rank
+        return {
+            "step": self._step,
+            "rank": rank,
+            "world_size": self._communicator.world_size,
+            "residuals": saved,
+        }
+
+    def load_state_dict(
+        self, states: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Takes over what :meth:`state_dict` gave: this rank's own, a merged one, or those of all
+        ranks of a group of another size, whose residuals are then shared out."""
+        first = states[0]
+        here = self._communicator
+        own = first["rank"] is None
+        own = own or (first["rank"] == here.rank and first["world_size"] == here.world_size)
+        everybody = sorted(each["rank"] for each in states if each["rank"] is not None)
+        if len(states) > 1 and everybody != list(range(first["world_size"])):
+            raise ValueError(
+                f"compression: expected the states of ranks 0 to {first['world_size'] - 1}, got "
+                f"those of {everybody}"
+            )
+        if len(states) == 1 and not own:
+            raise ValueError(
+                f"compression: expected the state of rank {here.rank} of {here.world_size}, got "
+                f"that of {first['rank']} of {first['world_size']}: give the states of all of them "
+                "in a list, or save with merge=True"
+            )
+        loaded: dict[str, Residual] = {}
+        for name, saved in first["residuals"].items():
+            if tuple(saved["sent"].shape) != _shape_of(parameters[name]):
+                raise ValueError(
+                    f"compression: {name}: expected {_shape_of(parameters[name])}, got "
+                    f"{tuple(saved['sent'].shape)}"
+                )
+            residual = loaded[name] = Residual(elements_of(parameters[name]), self._residual_dtype)
+            sent, reduced = saved["sent"], saved["reduced"]
+            if len(states) > 1:
+                all_sent = [each["residuals"][name]["sent"].double() for each in states]
+                all_reduced = [each["residuals"][name]["reduced"].double() for each in states]
+                sent = torch.stack(all_sent).mean(0) + torch.stack(all_reduced).sum(0)
+                reduced = torch.zeros_like(sent)
+            _shaped(residual.sent, parameters[name]).copy_(sent)
+            _shaped(residual.reduced, parameters[name]).copy_(reduced)
+            residual.holds = True
+        self._residuals = loaded
+        self._layouts.clear()
+        self._step = first["step"]
+        self._entered, self._turned = [], []
+
+
+def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
+def _shaped(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A view of what lies in the order of the parameter's memory."""
+    if not is_dense(parameter):
+        return flat.view(_shape_of(parameter))
+    if parameter.is_complex():
+        strides = (*(2 * stride for stride in parameter.stride()), 1)
+        return flat.as_strided(_shape_of(parameter), strides)
+    return flat.as_strided(parameter.shape, parameter.stride())

@@ -1,0 +1,190 @@
+"""Encoded messages between hosts, through a process group's backend: all-to-all of what every rank
+sends to those that reduce, all-gather of what they send back. The link carries the encoded bytes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from fastreduce import _C
+from fastreduce.process_group import Done, ProcessGroupTransport, fail
+from fastreduce.weights import Weight, announcement, total_of
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+# A coding for a rank's factor.
+Coding = Callable[[float], _C.WireCoding]
+
+
+class Layout:
+    """What of a buffer goes to whom, and in which bytes: the same on all ranks.
+
+    Attributes:
+        spans: the kernels' plan.
+        checksum: 32 bits by which ranks compare theirs.
+        sizes: bytes of a message to, and from, each rank.
+    """
+
+    def __init__(
+        self, world_size: int, rows: Sequence[tuple[int, int, int, int, bool, int]]
+    ) -> None:
+        self.spans = _C.WirePlan(world_size, rows)
+        self.checksum = zlib.crc32(repr(rows).encode())
+        self.sizes = [self.spans.message_bytes(chunk) for chunk in range(world_size)]
+        self.known = False  # that all ranks have the same
+        self._memory: dict[str, Tensor] = {}
+
+    def memory(self, name: str, nbytes: int) -> Tensor:
+        """Memory that is kept for the next step: fresh one costs as much time as a copy."""
+        found = self._memory.get(name)
+        if found is None:
+            found = self._memory[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return found
+
+
+class _Lane(threading.Thread):
+    """Does what it is given, in order. Does not keep the interpreter from ending."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.put = self._steps.put
+        self.start()
+
+    def run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            step()
+            del step  # and the tensors that it holds
+
+    def close(self) -> None:
+        """Waits for all that has been put."""
+        self.put(None)
+        self.join()
+
+
+class Exchange:
+    """The transport. Creating one is collective among the ranks of ``group``.
+
+    Backends match calls by their order, so nobody else may call in between: it has process groups
+    of its own, one for either way, each with a thread of its own. While one buffer comes back, the
+    next goes out.
+    """
+
+    def __init__(
+        self, group: ProcessGroupTransport, rank: int, world_size: int, timeout: timedelta
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        # new_group() names one after its ranks: a second one would find the first one's addresses.
+        token = group.all_gather_object(uuid.uuid4().hex)[0]
+        store = dist.distributed_c10d._get_default_store()
+        self._out, self._back = (
+            dist.ProcessGroupGloo(
+                dist.PrefixStore(f"fastreduce-{token}-{way}", store), rank, world_size, timeout
+            )
+            for way in ("out", "back")
+        )
+        self._going, self._coming = _Lane("fastreduce-out"), _Lane("fastreduce-back")
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def close(self, *, drain: bool) -> None:
+        """Ends what is under way, or, without ``drain``, leaves it: its peers may never come."""
+        if not drain:
+            for group in (self._out, self._back):
+                group.abort()
+        self._going.close()
+        self._coming.close()
+        del self._out, self._back
+
+    def all_reduce(
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        layout: Layout,
+        coding: Coding,
+        settle: Callable[[_C.WireCoding], None],
+        scale: float,
+        weight: Weight | None,
+        errors: list[Exception],
+        done: Done | None,
+    ) -> None:
+        """``tensor`` becomes the mean; then ``settle`` is called, and ``future`` is completed. An
+        exception is also added to ``errors``, and is what all later calls end with."""
+
+        def guarded(step: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    if self._error is not None:
+                        raise RuntimeError(f"an earlier call has failed: {self._error}")
+                    step()
+                except Exception as error:
+                    with self._lock:
+                        self._error = self._error or error
+                    fail(future, error, errors)
+
+            return run
+
+        def go() -> None:
+            self._agree(layout)
+            total = float(self.world_size)
+            if weight is not None:
+                total = self._total(weight)
+            used = coding(scale * self.world_size / total if total else 0.0)
+            sent = layout.memory("sent", sum(layout.sizes))
+            at = sent.data_ptr()
+            for chunk, nbytes in enumerate(layout.sizes):
+                used.encode(chunk, at)
+                at += nbytes
+            own = layout.sizes[self.rank]
+            arrived = layout.memory("arrived", own * self.world_size)
+            self._out.alltoall_base(arrived, sent, [own] * self.world_size, layout.sizes).wait()
+            self._coming.put(guarded(lambda: come(used, total, arrived)))
+
+        def come(used: _C.WireCoding, total: float, arrived: Tensor) -> None:
+            own, longest = layout.sizes[self.rank], max(layout.sizes)
+            at = arrived.data_ptr()
+            reduced = layout.memory("reduced", longest)  # a backend gathers equal parts
+            used.reduce([at + own * p for p in range(self.world_size)], reduced.data_ptr())
+            results = layout.memory("results", longest * self.world_size)
+            self._back._allgather_base(results, reduced).wait()
+            for chunk in range(self.world_size):
+                used.decode(chunk, results.data_ptr() + longest * chunk)
+            settle(used)
+            if done is not None:
+                done(total, None)
+            future.set_result(tensor)
+
+        self._going.put(guarded(go))
+
+    def _total(self, weight: Weight) -> float:
+        parts = torch.tensor(announcement(weight), dtype=torch.float64)
+        self._out.allreduce([parts]).wait()
+        total = float(total_of(parts))
+        if total != total:
+            raise RuntimeError("some ranks gave a weight, and others did not")
+        return total
+
+    def _agree(self, layout: Layout) -> None:
+        """Once for every layout: whether all ranks have the same."""
+        if layout.known:
+            return
+        sums = torch.empty(self.world_size, dtype=torch.int64)
+        self._out._allgather_base(sums, torch.tensor([layout.checksum])).wait()
+        for rank, found in enumerate(sums.tolist()):
+            if found != sums[0]:
+                raise RuntimeError(
+                    f"rank {self.rank}: rank {rank} encodes other parameters, or in other formats, "
+                    "than rank 0 in the same call: do all ranks have the same wire and model?"
+                )
+        layout.known = True
+
