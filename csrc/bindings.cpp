@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "host_communicator.h"
+#include "topk.h"
 
 namespace {
 
@@ -138,6 +139,12 @@ class WireCoding {
   WireCoding& operator=(const WireCoding&) = delete;
 
   const Coding& coding() const { return coding_; }
+  std::vector<const char*> messages(const std::vector<Address>& from) const {
+    std::vector<const char*> messages;
+    for (int p = 0; p < coding_.plan.world; ++p)
+      messages.push_back(reinterpret_cast<const char*>(from.at(p)));
+    return messages;
+  }
   bool finite() const { return load_acquire(&finite_) != 0; }
 
  private:
@@ -213,16 +220,28 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "reduce",
           [](const WireCoding& self, const std::vector<Address>& from, Address to) {
-            std::vector<const char*> messages;
-            for (int p = 0; p < self.coding().plan.world; ++p)
-              messages.push_back(reinterpret_cast<const char*>(from.at(p)));
-            kernels().reduce(self.coding(), messages.data(), reinterpret_cast<char*>(to));
+            kernels().reduce(self.coding(), self.messages(from).data(),
+                             reinterpret_cast<char*>(to));
           },
           py::call_guard<py::gil_scoped_release>())
       .def(
           "decode",
           [](const WireCoding& self, int chunk, Address from) {
             kernels().decode(self.coding(), chunk, reinterpret_cast<const char*>(from));
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "select",
+          [](const WireCoding& self, bool random, std::uint64_t k, float threshold, Address to) {
+            const Selection selection{random, k, magnitude_of(threshold)};
+            kernels().select(self.coding(), selection, reinterpret_cast<char*>(to));
+          },
+          py::arg("random"), py::arg("k"), py::arg("threshold"), py::arg("to"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "combine",
+          [](const WireCoding& self, const std::vector<Address>& from) {
+            kernels().combine(self.coding(), self.messages(from).data());
           },
           py::call_guard<py::gil_scoped_release>());
 

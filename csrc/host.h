@@ -89,6 +89,8 @@ class HostBlock {
 using BucketKernel = void (*)(HostBlock&, DType tensor, DType flat, void* buffer, const Piece*,
                               std::size_t, double scale);
 
+struct Selection;
+
 // What is compiled once per instruction set.
 struct Kernels {
   const char* name;
@@ -99,6 +101,9 @@ struct Kernels {
   void (*encode)(const Coding&, int chunk, char* to);
   void (*reduce)(const Coding&, const char* const* from, char* to);
   void (*decode)(const Coding&, int chunk, const char* from);
+  // See topk.h.
+  void (*select)(const Coding&, const Selection&, char* to);
+  void (*combine)(const Coding&, const char* const* from);
 };
 
 // The best that this processor runs; FASTREDUCE_ISA names a lower one.

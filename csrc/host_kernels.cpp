@@ -1,6 +1,7 @@
 // The protocols, instantiated for HostBlock. Compiled once per instruction set (FR_ISA).
 #include "host.h"
 #include "host_wire.h"
+#include "topk.h"
 
 #define FR_STRING_(x) #x
 #define FR_STRING(x) FR_STRING_(x)
@@ -197,7 +198,7 @@ void decode_message(const Coding& coding, int chunk, const char* from) {
 
 extern const Kernels instance;
 const Kernels instance{FR_STRING(FR_ISA), run,           run_pack, run_unpack, encode_message,
-                       reduce_messages,   decode_message};
+                       reduce_messages,   decode_message, select, combine};
 
 }  // namespace FR_ISA
 }  // namespace fastreduce

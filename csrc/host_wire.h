@@ -161,10 +161,19 @@ class HostTeam {
     float* to = values_;
     if (coding.dtype == DType::float32) to = static_cast<float*>(coding.gradient) + at;
     decode<C>(*this, record, n, [=](std::size_t i, float x) { to[i] = x; });
-    if (coding.dtype == DType::float16) narrow(static_cast<Half*>(coding.gradient) + at, to, n);
+    return put(coding, at, to, n);
+  }
+
+  // The same of values, which may be in the gradient already.
+  static std::uint32_t put(const Coding& coding, std::size_t at, const float* values,
+                           std::size_t n) {
+    if (coding.dtype == DType::float32 && static_cast<float*>(coding.gradient) + at != values)
+      std::memcpy(static_cast<float*>(coding.gradient) + at, values, n * sizeof(float));
+    if (coding.dtype == DType::float16)
+      narrow(static_cast<Half*>(coding.gradient) + at, values, n);
     if (coding.dtype == DType::bfloat16)
-      narrow(static_cast<BFloat16*>(coding.gradient) + at, to, n);
-    return max(n, [=](std::size_t i) { return magnitude_of(to[i]); });
+      narrow(static_cast<BFloat16*>(coding.gradient) + at, values, n);
+    return max(n, [=](std::size_t i) { return magnitude_of(values[i]); });
   }
 
  private:

@@ -402,6 +402,57 @@ class Communicator:
             self._promise(future, tensor, call, told)
         return future
 
+    def all_gather_encoded(
+        self,
+        tensor: Tensor,
+        layout: Layout,
+        nbytes: int,
+        prepare: Callable[[Tensor], None],
+        finish: Callable[[list[Tensor]], None],
+        *,
+        here: bool,
+    ) -> Future[Tensor]:
+        """Messages of ``nbytes`` from every rank to all.
+
+        Args:
+            tensor: the Future's.
+            layout, here: as for :meth:`all_reduce_encoded`.
+            prepare: writes this rank's message.
+            finish: reads all of them.
+        """
+        future: Future[Tensor] = Future()
+        if self._core is None:
+            self.exchange().all_gather(
+                future, tensor, layout, nbytes, prepare, finish, self._errors
+            )
+            return future
+        self._core.refuse_child()
+        message, messages = layout.messages(nbytes)
+        prepare(message)
+        algorithm = "one_shot"
+        if nbytes > policy.one_shot_limit(self.world_size, self.topology):
+            algorithm = "two_shot"
+        plan = enums.plan("all_gather", torch.uint8, "sum", algorithm, layout.checksum)
+        at = messages.data_ptr()
+        call = (plan, message.data_ptr(), at, nbytes, 0, 1.0, weights.ORDINARY, NOT_SHARED)
+        parts = list(messages.view(self.world_size, -1).unbind())
+        if here:
+            self._core.run(*call)
+            finish(parts)
+            future.set_result(tensor)
+        else:
+            self._promise(future, tensor, call, lambda _, __: finish(parts))
+        return future
+
+    def share(self, weight: weights.Weight) -> float:
+        """The number of ranks over the sum of their weights; 0 where that is 0."""
+        parts = torch.tensor(weights.announcement(weight), dtype=torch.float64)
+        self.all_reduce(parts, "sum")
+        total = float(weights.total_of(parts))
+        if math.isnan(total):
+            raise RuntimeError("some ranks gave a weight, and others did not")
+        return self.world_size / total if total else 0.0
+
     def exchange(self) -> Exchange:
         """The way of encoded messages between hosts. Collective the first time."""
         if self._exchange is None:

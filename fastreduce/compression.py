@@ -6,19 +6,20 @@ import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from fastreduce import _C, enums
+from fastreduce import _C, enums, lowrank
 from fastreduce.accumulation import elements_of, is_dense
 from fastreduce.communicator import Communicator
 from fastreduce.exchange import Layout
 from fastreduce.process_group import Done
 from fastreduce.weights import Weight
-from fastreduce.wire import FP32, Policy, Wire, key_of
+from fastreduce.wire import FP32, SELECTED, Policy, Wire, key_of
 
 # Gradients of others travel as they are.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,6 +47,7 @@ class Residual:
         self._reduced = [torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)]
         self.now = 0
         self.holds = False  # something
+        self.block = 0  # of what has been reduced: who reduces what depends on it
 
     @property
     def sent(self) -> Tensor:
@@ -54,6 +56,20 @@ class Residual:
     @property
     def reduced(self) -> Tensor:
         return self._reduced[self.now]
+
+    @property
+    def next(self) -> Tensor:
+        """What ``sent`` will be."""
+        return self._sent[1 - self.now]
+
+    def reduce_in(self, block: int, world_size: int) -> None:
+        """From now on ranks reduce in runs of ``block`` elements, or, with 0, do not reduce. What
+        they kept back of other runs, they will send."""
+        if self.block not in (0, block):
+            self.sent.add_(self.reduced, alpha=world_size)
+            for each in self._reduced:
+                each.zero_()
+        self.block = block
 
     def addresses(self) -> tuple[int, int, int, int]:
         """As csrc/wire.h's Residuals."""
@@ -76,23 +92,24 @@ class _Section:
     """A parameter in a bucket, in one phase."""
 
     name: str
+    parameter: nn.Parameter
+    offset: int
     count: int
     wire: Wire
     residual: Residual | None
     keeps: bool  # there will be a residual after this step
 
 
-class _Bucket(Layout):
-    """A bucket's parameters, in one phase."""
+class _Part(Layout):
+    """Parameters of a bucket that travel in one message."""
 
     def __init__(self, sections: list[_Section], world_size: int) -> None:
         rows = []
-        offset = 0
         for each in sections:
-            number, stochastic = enums.FORMAT[each.wire.format], each.wire.rounding == "stochastic"
-            row = offset, each.count, key_of(each.name), number, stochastic, each.wire.block
-            rows.append(row)
-            offset += each.count
+            number = enums.FORMAT.get(each.wire.format, 0)
+            stochastic = each.wire.rounding == "stochastic"
+            key = key_of(each.name)
+            rows.append((each.offset, each.count, key, number, stochastic, each.wire.block))
         super().__init__(world_size, rows)
         self.sections = sections
         self._addresses: dict[bytes, Tensor] = {}
@@ -106,6 +123,34 @@ class _Bucket(Layout):
                 self._addresses.clear()
             self._addresses[turned] = torch.tensor(rows, dtype=torch.int64)
         return self._addresses[turned]
+
+
+class _Selected(_Part):
+    """Parameters of which a few elements are sent."""
+
+    def __init__(self, sections: list[_Section], world_size: int) -> None:
+        super().__init__(sections, world_size)
+        wire = sections[0].wire
+        count = sum(each.count for each in sections)
+        if count >= 2**32:
+            raise ValueError(f"{wire.format}: expected less than 2^32 elements in a bucket")
+        self.k = wire.chosen(count)
+        self.checksum ^= zlib.crc32(repr((wire, self.k)).encode())
+        self.message_bytes = 8 + 8 * self.k
+
+    def select(self, coding: _C.WireCoding, message: Tensor) -> None:
+        wire = self.sections[0].wire
+        threshold = wire.threshold if wire.format == "threshold" else 0.0
+        coding.select(wire.format == "randomk", self.k, threshold, message.data_ptr())
+
+
+@dataclass
+class _Bucket:
+    """How a bucket's parameters are encoded, in one phase. The same on all ranks."""
+
+    encoded: _Part | None
+    selected: list[_Selected]
+    factored: list[_Section]
 
 
 class Compression:
@@ -127,6 +172,10 @@ class Compression:
         self._layouts: dict[tuple[Any, ...], _Bucket | None] = {}
         self._step = -1
         self._finite = True
+        # Of a bucket's parameters: which layout they had last.
+        self._latest: dict[tuple[str, ...], _Bucket] = {}
+        self._starts: dict[str, Tensor] = {}  # of low-rank factors, the same on all ranks
+        self._next_starts: dict[str, Tensor] = {}
         self._entered: list[_Section] = []  # of the pass under way
         self._turned: list[tuple[Residual, bool]] = []  # of the last one, and what they held before
         self._lock = threading.Lock()
@@ -145,6 +194,7 @@ class Compression:
         self._finite = True
         self._entered = []
         self._turned = []
+        self._next_starts = {}
 
     def layout(
         self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
@@ -159,24 +209,33 @@ class Compression:
         key = names, dtype, phase, held
         if key not in self._layouts:
             self._layouts[key] = self._lay_out(parameters, dtype)
-        return self._layouts[key]
+        bucket = self._layouts[key]
+        if bucket is not None and self._latest.get(names) is not bucket:
+            self._prepare(bucket)
+            self._latest[names] = bucket
+        return bucket
 
     def _lay_out(
         self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
     ) -> _Bucket | None:
         sections = []
         nbytes: dict[Wire, int] = {}
+        native = _NATIVE[dtype]
+        offset = 0
         for name, parameter in parameters:
             wire = self._policy.of(name, parameter.shape, self._step)
             if self._communicator.world_size == 1 or not wire.loses(dtype):
-                wire = _NATIVE[dtype]
+                wire = native
+            elif wire.format == "lowrank" and not lowrank.pays(parameter, wire.rank):
+                wire = native
             count = elements_of(parameter)
             nbytes[wire] = nbytes.get(wire, 0) + count * dtype.itemsize
-            sections.append(_Section(name, count, wire, None, False))
+            sections.append(_Section(name, parameter, offset, count, wire, None, False))
+            offset += count
         for each in sections:
             if self._policy.stays_uncompressed(nbytes[each.wire]):
-                each.wire = _NATIVE[dtype]
-            each.keeps = each.wire is not _NATIVE[dtype] and each.wire.feedback
+                each.wire = native
+            each.keeps = each.wire is not native and each.wire.feedback
             found = self._residuals.get(each.name)
             if found is not None and found.holds and not each.keeps:
                 each.wire = FP32  # what is left is sent, and nothing is lost
@@ -186,16 +245,38 @@ class Compression:
             elif not each.keeps:
                 found = None
             each.residual = found
-        if all(each.wire is _NATIVE[dtype] and each.residual is None for each in sections):
+        if all(each.wire is native and each.residual is None for each in sections):
             return None
-        return _Bucket(sections, self._communicator.world_size)
+        world_size = self._communicator.world_size
+        by_wire: dict[Wire, list[_Section]] = {}
+        rest, factored = [], []
+        for each in sections:
+            if each.wire.format in SELECTED:
+                by_wire.setdefault(each.wire, []).append(each)
+            elif each.wire.format == "lowrank":
+                factored.append(each)
+            else:
+                rest.append(each)
+        if by_wire and self._residual_dtype != torch.float32:
+            raise ValueError("residual_dtype: topk, randomk and threshold need float32")
+        selected = [_Selected(each, world_size) for each in by_wire.values()]
+        return _Bucket(_Part(rest, world_size) if rest else None, selected, factored)
+
+    def _prepare(self, bucket: _Bucket) -> None:
+        """What was kept back by ranks that reduce, and will not reduce the same any more, they
+        send."""
+        blocks = [(each, each.wire.block) for each in (bucket.encoded.sections if bucket.encoded else [])]
+        others = [each for part in bucket.selected for each in part.sections] + bucket.factored
+        for section, block in [*blocks, *((each, 0) for each in others)]:
+            if section.residual is not None:
+                section.residual.reduce_in(block, self._communicator.world_size)
 
     def all_reduce(
         self,
-        layout: _Bucket,
+        bucket: _Bucket,
         buffer: Tensor,
         *,
-        absent: Sequence[bool] | None,
+        absent: set[str],
         scale: float,
         weight: Weight | None,
         here: bool,
@@ -204,39 +285,107 @@ class Compression:
         """``buffer`` becomes the mean over the ranks, as far as the formats can tell.
 
         Args:
-            layout: of this bucket in this pass.
-            absent: of every parameter, whether this rank has not used it: then it sends nothing,
-                not even what it had kept back, for DDP drops what nobody has used.
+            bucket: :meth:`layout`'s, of this bucket in this pass.
+            absent: parameters that this rank has not used: of them it sends nothing, not even what
+                it had kept back, for DDP drops what nobody has used.
             scale, weight, done: as for :meth:`Communicator.all_reduce`.
             here: wait for the end.
         """
         if buffer.is_cuda:
             raise RuntimeError(f"wire: expected gradients on the CPU, got {buffer.device}")
-        flags = None if absent is None else torch.tensor(absent, dtype=torch.uint8)
-        residuals = layout.residuals()
+        ends: list[Future[Tensor]] = []
+        factor = 1.0
+        if weight is not None and (bucket.selected or bucket.factored):
+            factor = scale * self._communicator.share(weight)
+        for each in bucket.factored:
+            self._factor(each, buffer, factor, absent)
+        for part in bucket.selected:
+            used = self._coding(part, buffer, factor, absent)
+            ends.append(self._communicator.all_gather_encoded(
+                buffer, part, part.message_bytes,
+                partial(self._select, part, used), partial(self._combine, part, used), here=here,
+            ))
+        if bucket.encoded is not None:
+            encoded = bucket.encoded
+            ends.append(self._communicator.all_reduce_encoded(
+                buffer,
+                encoded,
+                lambda factor: self._coding(encoded, buffer, factor, absent),
+                partial(self._settle, encoded),
+                scale=scale,
+                weight=weight,
+                here=here,
+                done=done,
+            ))
+        if len(ends) == 1:
+            return ends[0]
 
-        def coding(factor: float) -> _C.WireCoding:
-            return _C.WireCoding(
-                layout.spans,
-                buffer.data_ptr(),
-                enums.DTYPE[buffer.dtype],
-                self._communicator.rank,
-                factor,
-                residuals.data_ptr(),
-                enums.DTYPE[self._residual_dtype],
-                0 if flags is None else flags.data_ptr(),
-                self._seed,
-                self._step & 0xFFFFFFFF,
-            )
+        def whole(futures: Future[list[Future[Tensor]]]) -> Tensor:
+            for each in futures.value():
+                each.value()
+            return buffer
 
-        def settle(used: _C.WireCoding) -> None:
-            with self._lock:
-                self._finite = self._finite and used.finite
-                self._entered += layout.sections
+        return torch.futures.collect_all(ends).then(whole)
 
-        return self._communicator.all_reduce_encoded(
-            buffer, layout, coding, settle, scale=scale, weight=weight, here=here, done=done
+    def _coding(
+        self, part: _Part, buffer: Tensor, factor: float, absent: set[str]
+    ) -> _C.WireCoding:
+        flags = None
+        if absent:
+            flags = torch.tensor([each.name in absent for each in part.sections], dtype=torch.uint8)
+        return _C.WireCoding(
+            part.spans,
+            buffer.data_ptr(),
+            enums.DTYPE[buffer.dtype],
+            self._communicator.rank,
+            factor,
+            part.residuals().data_ptr(),
+            enums.DTYPE[self._residual_dtype],
+            0 if flags is None else flags.data_ptr(),
+            self._seed,
+            self._step & 0xFFFFFFFF,
         )
+
+    def _select(self, part: _Selected, coding: _C.WireCoding, message: Tensor) -> None:
+        part.select(coding, message)
+
+    def _combine(self, part: _Selected, coding: _C.WireCoding, messages: list[Tensor]) -> None:
+        coding.combine([each.data_ptr() for each in messages])
+        self._settle(part, coding)
+
+    def _settle(self, part: _Part, coding: _C.WireCoding) -> None:
+        with self._lock:
+            self._finite = self._finite and coding.finite
+            self._entered += part.sections
+
+    def _factor(self, section: _Section, buffer: Tensor, factor: float, absent: set[str]) -> None:
+        """A matrix, at once: how its factors are computed is no kernel of ours."""
+        residual = section.residual
+        flat = buffer[section.offset : section.offset + section.count]
+        matrix = _shaped(flat, section.parameter).float()
+        matrix = torch.zeros_like(matrix) if factor == 0 else matrix * factor
+        if residual is not None:
+            matrix += _shaped(residual.sent, section.parameter).float()
+        if section.name in absent:
+            matrix.zero_()
+        mean, start = lowrank.all_reduce(
+            self._communicator,
+            matrix,
+            section.wire.rank,
+            self._starts.get(section.name),
+            section.name,
+        )
+        _shaped(flat, section.parameter).copy_(mean)
+        if residual is not None:
+            new = matrix - _shaped(flat, section.parameter).float()
+            if section.name in absent:
+                new += _shaped(residual.sent, section.parameter)
+            _shaped(residual.next, section.parameter).copy_(new)
+        with self._lock:
+            self._finite = self._finite and bool(flat.isfinite().all())
+            self._entered.append(section)
+            if start is not None:
+                self._next_starts[section.name] = start
 
     def watch(self, gradient: Tensor) -> None:
         """Of a bucket that has been averaged uncompressed: whether it is finite counts, too."""
@@ -255,6 +404,7 @@ class Compression:
                     continue
                 self._turned.append((each.residual, each.residual.holds))
                 each.residual.turn(each.keeps)
+            self._starts.update(self._next_starts)
         self._entered = []
 
     def discard(self) -> None:
@@ -288,6 +438,8 @@ class Compression:
             saved[name] = {"sent": shaped[0], "reduced": shaped[1]}
         rank = None if merge else self._communicator.rank
         return {
+            "blocks": {name: 0 if merge else self._residuals[name].block for name in saved},
+            "starts": {name: each.clone() for name, each in self._starts.items()},
             "step": self._step,
             "rank": rank,
             "world_size": self._communicator.world_size,
@@ -332,8 +484,11 @@ class Compression:
             _shaped(residual.sent, parameters[name]).copy_(sent)
             _shaped(residual.reduced, parameters[name]).copy_(reduced)
             residual.holds = True
+            residual.block = first["blocks"][name] if len(states) == 1 else 0
         self._residuals = loaded
         self._layouts.clear()
+        self._latest.clear()
+        self._starts = {name: each.clone() for name, each in first["starts"].items()}
         self._step = first["step"]
         self._entered, self._turned = [], []
 

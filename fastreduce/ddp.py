@@ -339,20 +339,19 @@ class HookState:
         bucket: dist.GradBucket | None = None,  # type: ignore[name-defined]
     ) -> Future[Tensor]:
         scale, weight, ordered = current.scale, current.weight, self._shards is not None
-        layout = absent = None
         if self._compression is not None and bucket is not None:
             parameters = [(self._names[each], each) for each in bucket.parameters()]
+            absent = set()
             if self._notes_use:
-                absent = [self._used.pop(name, 0.0) == 0 for name, _ in parameters]
+                absent = {name for name, _ in parameters if not self._used.pop(name, 0.0)}
             layout = self._compression.layout(parameters, tensor.dtype)
-        if layout is not None:
-            assert self._compression is not None
-            if self._record:
-                current.stats.buckets[-1].algorithm = "encoded"
-            current.encoded.add(tensor.data_ptr())
-            return self._compression.all_reduce(
-                layout, tensor, absent=absent, scale=scale, weight=weight, here=here, done=note
-            )
+            if layout is not None:
+                if self._record:
+                    current.stats.buckets[-1].algorithm = "encoded"
+                current.encoded.add(tensor.data_ptr())
+                return self._compression.all_reduce(
+                    layout, tensor, absent=absent, scale=scale, weight=weight, here=here, done=note
+                )
         if self._record:
             key = (tensor.nbytes, tensor.dtype, weight is not None, ordered)
             if key not in self._algorithms:

@@ -8,6 +8,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +44,10 @@ class Layout:
         self.sizes = [self.spans.message_bytes(chunk) for chunk in range(world_size)]
         self.known = False  # that all ranks have the same
         self._memory: dict[str, Tensor] = {}
+
+    def messages(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        """Room for one of so many bytes, and for all ranks' ones."""
+        return self.memory("one", nbytes), self.memory("all", nbytes * len(self.sizes))
 
     def memory(self, name: str, nbytes: int) -> Tensor:
         """Memory that is kept for the next step: fresh one costs as much time as a copy."""
@@ -121,18 +126,7 @@ class Exchange:
         """``tensor`` becomes the mean; then ``settle`` is called, and ``future`` is completed. An
         exception is also added to ``errors``, and is what all later calls end with."""
 
-        def guarded(step: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
-                try:
-                    if self._error is not None:
-                        raise RuntimeError(f"an earlier call has failed: {self._error}")
-                    step()
-                except Exception as error:
-                    with self._lock:
-                        self._error = self._error or error
-                    fail(future, error, errors)
-
-            return run
+        guarded = partial(self._guarded, future, errors)
 
         def go() -> None:
             self._agree(layout)
@@ -165,6 +159,49 @@ class Exchange:
             future.set_result(tensor)
 
         self._going.put(guarded(go))
+
+    def all_gather(
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        layout: Layout,
+        nbytes: int,
+        prepare: Callable[[Tensor], None],
+        finish: Callable[[list[Tensor]], None],
+        errors: list[Exception],
+    ) -> None:
+        """Messages of ``nbytes`` from every rank to all: ``prepare`` writes one, ``finish`` reads
+        all. Then ``future`` is completed with ``tensor``."""
+        guarded = partial(self._guarded, future, errors)
+
+        def go() -> None:
+            self._agree(layout)
+            message, messages = layout.messages(nbytes)
+            prepare(message)
+            self._out._allgather_base(messages, message).wait()
+            parts = list(messages.view(self.world_size, -1).unbind())
+            self._coming.put(guarded(lambda: come(parts)))
+
+        def come(parts: list[Tensor]) -> None:
+            finish(parts)
+            future.set_result(tensor)
+
+        self._going.put(guarded(go))
+
+    def _guarded(
+        self, future: Future[Tensor], errors: list[Exception], step: Callable[[], None]
+    ) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                if self._error is not None:
+                    raise RuntimeError(f"an earlier call has failed: {self._error}")
+                step()
+            except Exception as error:
+                with self._lock:
+                    self._error = self._error or error
+                fail(future, error, errors)
+
+        return run
 
     def _total(self, weight: Weight) -> float:
         parts = torch.tensor(announcement(weight), dtype=torch.float64)

@@ -9,11 +9,10 @@ from typing import Literal, get_args
 
 import torch
 
-from fastreduce.errors import FORMATS
-
-Format = Literal["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "onebit"]
-
-assert get_args(Format) == FORMATS
+Format = Literal[
+    *("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "onebit"),
+    *("topk", "randomk", "threshold", "lowrank"),
+]
 
 SMALL_BYTES = 64 << 10
 
@@ -27,10 +26,18 @@ class Wire:
             ``fp8_e5m2`` (Micikevicius et al. 2022), ``int8``, ``int4``, or ``onebit`` (the sign,
             Seide et al. 2014). The last five have a scale of 4 bytes for every ``block`` elements:
             the largest magnitude over the format's largest; onebit's is the mean magnitude.
+            ``topk`` sends some elements only, in 8 bytes each, to every rank: of each bucket the
+            ``k`` largest, ties by index (Stich et al. 2018); ``randomk`` the same ``k`` of all
+            ranks, by chance; ``threshold`` the ``k`` largest of those not below ``threshold``.
+            ``lowrank`` sends two factors of a matrix (PowerSGD, Vogels et al. 2019); a parameter of
+            fewer than two dimensions, or not larger than its factors, stays fp32.
         block: elements that share a scale, 32 to 1024, a multiple of 32. Blocks begin with a
             parameter.
         rounding: ``nearest`` (ties to even) or ``stochastic`` (not for fp32 and onebit), by a
             counter-based generator: the same bits in every run.
+        k: elements of a bucket: a number, or a fraction of it.
+        threshold: a magnitude.
+        rank: of the factors.
         feedback: whether what the encoding loses is kept and added to the next step's gradient
             (error feedback: Karimireddy et al. 2019). By default where something is lost.
     """
@@ -39,38 +46,44 @@ class Wire:
     block: int = 128
     rounding: Literal["nearest", "stochastic"] = "nearest"
     feedback: bool = True
+    k: float = 0.01
+    threshold: float = 0.0
+    rank: int = 2
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"wire: expected one of {', '.join(FORMATS)}, got {self.format!r}")
+        if self.format not in get_args(Format):
+            allowed = ", ".join(get_args(Format))
+            raise ValueError(f"wire: expected one of {allowed}, got {self.format!r}")
         if not isinstance(self.block, int) or self.block % 32 or not 32 <= self.block <= 1024:
             raise ValueError(f"block: expected a multiple of 32 from 32 to 1024, got {self.block}")
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(
                 f'rounding: expected "nearest" or "stochastic", got {self.rounding!r}'
             )
-        if self.rounding == "stochastic" and self.format in ("fp32", "onebit"):
+        if self.rounding == "stochastic" and self.format not in _ROUNDED:
             raise ValueError(f"rounding: {self.format} is not rounded")
+        if self.k <= 0 or (self.k > 1 and not isinstance(self.k, int)):
+            raise ValueError(f"k: expected a fraction up to 1.0 or a whole number, got {self.k}")
+        if not self.threshold >= 0:
+            raise ValueError(f"threshold: expected 0 or more, got {self.threshold}")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank: expected 1 or more, got {self.rank}")
 
     def loses(self, dtype: torch.dtype) -> bool:
         """Whether gradients of this dtype can change on their way."""
         return self.format != "fp32" and _LOSSLESS.get(self.format) != dtype
 
-    def bytes_of(self, count: int) -> int:
-        """What ``count`` elements of a parameter are encoded in, one way."""
-        whole, rest = divmod(count, self.block)
-        return whole * self._record(self.block) + (self._record(rest) if rest else 0)
-
-    def _record(self, count: int) -> int:
-        bits = _BITS[self.format]
-        scale = 4 if bits <= 8 else 0
-        return scale + -(-count * bits // 32) * 4
+    def chosen(self, count: int) -> int:
+        """How many of ``count`` elements are sent, at most: a float is a fraction."""
+        k = self.k * count if isinstance(self.k, float) else self.k
+        return min(count, max(1, round(k)))
 
 
 FP32 = Wire()
 
 _LOSSLESS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_BITS = dict(zip(FORMATS, (32, 16, 16, 8, 8, 8, 4, 1), strict=True))
+_ROUNDED = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+SELECTED = ("topk", "randomk", "threshold")
 
 # One for all parameters, or what a parameter's name and shape say; and that by the step from which
 # on it holds.

@@ -1,0 +1,60 @@
+"""Low-rank gradients: the mean over the ranks of a matrix, as the product of two factors (PowerSGD,
+Vogels et al. 2019, arXiv:1905.13727)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fastreduce.communicator import Communicator
+
+
+def pays(parameter: nn.Parameter, rank: int) -> bool:
+    """Whether the factors have less elements than the parameter."""
+    if parameter.dim() < 2 or parameter.is_complex() or not parameter.numel():
+        return False
+    rows = parameter.shape[0]
+    return rank * (rows + parameter.numel() // rows) < parameter.numel()
+
+
+def all_reduce(
+    communicator: Communicator, gradient: Tensor, rank: int, start: Tensor | None, name: str
+) -> tuple[Tensor, Tensor | None]:
+    """One step of power iteration on the mean over the ranks.
+
+    Args:
+        gradient: this rank's, float32, (n, ...), seen as n rows.
+        rank: of the factors.
+        start: the right factor of the step before: (columns, rank); None for a random one.
+        name: the parameter's, of which the random one depends.
+
+    Returns:
+        The approximated mean, with the same bits on all ranks and in the shape of ``gradient``; and
+        the start for the next step.
+    """
+    matrix = gradient.reshape(gradient.shape[0], -1)
+    right = start
+    if right is None:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        right = torch.randn(matrix.shape[1], rank, generator=generator)
+    left = matrix @ right
+    communicator.all_reduce(left, "mean")
+    if not left.isfinite().all():
+        return torch.full_like(gradient, math.nan), start
+    # Which bits come out of a decomposition or a product may depend on the processor: one rank
+    # decomposes for all, and the last product is written out.
+    left = torch.linalg.qr(left).Q.contiguous()
+    communicator.broadcast(left)
+    right = matrix.mT @ left
+    communicator.all_reduce(right, "mean")
+    mean = left[:, :1] * right[:, 0]
+    for r in range(1, left.shape[1]):
+        mean = mean + left[:, r : r + 1] * right[:, r]
+    # No later step could leave a factor of zeros.
+    usable = right.isfinite().all() and bool(right.norm(dim=0).gt(0).all())
+    return mean.view(gradient.shape), right if usable else start
