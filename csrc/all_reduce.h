@@ -186,8 +186,7 @@ FR_BLOCK bool encoded(Block& block, const View& view, Coder& coder) {
     coder.reduce(piece_of(part(rank), i, piece), from, slot(rank, world, i));
   };
   const auto finish = [&](std::size_t i) {
-    for (int c = 0; c < world; ++c)
-      coder.decode(c, piece_of(part(c), i, piece), slot(c, world, i));
+    for (int c = 0; c < world; ++c) coder.decode(c, piece_of(part(c), i, piece), slot(c, world, i));
   };
   return Pipeline::run(block, view, pieces, true, fill, take, finish);
 }

@@ -206,10 +206,9 @@ PYBIND11_MODULE(_C, m) {
            py::arg("plan"), py::arg("gradient"), py::arg("dtype"), py::arg("rank"),
            py::arg("factor"), py::arg("residuals"), py::arg("residual_dtype"), py::arg("absent"),
            py::arg("seed"), py::arg("step"))
-      .def_property_readonly("address",
-                             [](const WireCoding& self) {
-                               return reinterpret_cast<Address>(&self.coding());
-                             })
+      .def_property_readonly(
+          "address",
+          [](const WireCoding& self) { return reinterpret_cast<Address>(&self.coding()); })
       .def_property_readonly("finite", &WireCoding::finite)
       .def(
           "encode",

@@ -1,10 +1,11 @@
 // Wire formats: what a run of at most kMostOfRun floats becomes on its way between ranks, and back.
 //
-//   record   what a run is encoded as: a scale (float), where the format has one, then its elements,
+//   record   what a run is encoded as: a scale (float), where the format has one, then its
+//   elements,
 //            padded to 4 bytes
 //   plane    a run of n elements is cut into kPlanes stretches of `units` elements; unit j of the
-//            record holds element j of every plane. So loops over j touch neighbours, for formats of
-//            several elements to the byte, too.
+//            record holds element j of every plane. So loops over j touch neighbours, for formats
+//            of several elements to the byte, too.
 //
 //   fp32, bf16, fp16      one by one; what is finite stays finite: clipped to the largest
 //   fp8_e4m3, fp8_e5m2    scale = max |x| / largest (448, 57344), element = x / scale in that type
@@ -13,9 +14,9 @@
 //   onebit                scale = mean |x|, element = the sign (Seide et al. 2014; with a scale for
 //                         every block: Karimireddy et al. 2019, arXiv:1901.09847)
 //
-// A run with an inf or a NaN in it is decoded as NaN throughout, or bit by bit as it was. A scale of
-// -0 says that a rank had nothing to send (not even what it had kept back), and so do elements that
-// are all -0 where there is no scale.
+// A run with an inf or a NaN in it is decoded as NaN throughout, or bit by bit as it was. A scale
+// of -0 says that a rank had nothing to send (not even what it had kept back), and so do elements
+// that are all -0 where there is no scale.
 //
 // A Team is the threads that share a run: lane(), lanes(), sync(), all(bool), max(), sum().
 #pragma once
@@ -290,7 +291,8 @@ FR_BLOCK float scale_of(Team& team, std::size_t n, const Value& value) {
   const std::uint32_t most = team.max(n, [&](std::size_t i) { return magnitude_of(value(i)); });
   if (most >= kInfinity) return bits_float(kNan);
   if constexpr (C::kMean) {
-    const float total = team.sum(n, [&](std::size_t i) { return bits_float(magnitude_of(value(i))); });
+    const float total =
+        team.sum(n, [&](std::size_t i) { return bits_float(magnitude_of(value(i))); });
     const float mean = total / static_cast<float>(static_cast<std::int32_t>(n));
     return bits_float(least(float_bits(mean), kInfinity - 1));
   } else {
@@ -390,9 +392,7 @@ FR_BLOCK void encode_absent(Team& team, char* record, std::size_t n) {
     if (C::kScaled)
       word = k == 0 ? kNegativeZero : 0;
     else
-      word = sizeof(typename C::Unit) == 4 ? kNegativeZero
-             : 2 * k + 1 < n               ? 0x80008000u
-                                           : 0x8000u;
+      word = sizeof(typename C::Unit) == 4 ? kNegativeZero : 2 * k + 1 < n ? 0x80008000u : 0x8000u;
     std::memcpy(record + 4 * k, &word, sizeof word);
   }
 }

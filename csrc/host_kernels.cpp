@@ -197,8 +197,9 @@ void decode_message(const Coding& coding, int chunk, const char* from) {
 }  // namespace
 
 extern const Kernels instance;
-const Kernels instance{FR_STRING(FR_ISA), run,           run_pack, run_unpack, encode_message,
-                       reduce_messages,   decode_message, select, combine};
+const Kernels instance{
+    FR_STRING(FR_ISA), run,    run_pack, run_unpack, encode_message, reduce_messages,
+    decode_message,    select, combine};
 
 }  // namespace FR_ISA
 }  // namespace fastreduce

@@ -65,11 +65,10 @@ class HostTeam {
       widen(values_, gradient, n);
       return static_cast<const float*>(values_);
     };
-    const float* values = coding.dtype == DType::float32
-                              ? load(static_cast<const float*>(coding.gradient))
-                          : coding.dtype == DType::float16
-                              ? load(static_cast<const Half*>(coding.gradient))
-                              : load(static_cast<const BFloat16*>(coding.gradient));
+    const float* values =
+        coding.dtype == DType::float32   ? load(static_cast<const float*>(coding.gradient))
+        : coding.dtype == DType::float16 ? load(static_cast<const Half*>(coding.gradient))
+                                         : load(static_cast<const BFloat16*>(coding.gradient));
     if (coding.factor != 1) {
       const Factor<float> factor{coding.factor};
       FR_INDEPENDENT
@@ -169,8 +168,7 @@ class HostTeam {
                            std::size_t n) {
     if (coding.dtype == DType::float32 && static_cast<float*>(coding.gradient) + at != values)
       std::memcpy(static_cast<float*>(coding.gradient) + at, values, n * sizeof(float));
-    if (coding.dtype == DType::float16)
-      narrow(static_cast<Half*>(coding.gradient) + at, values, n);
+    if (coding.dtype == DType::float16) narrow(static_cast<Half*>(coding.gradient) + at, values, n);
     if (coding.dtype == DType::bfloat16)
       narrow(static_cast<BFloat16*>(coding.gradient) + at, values, n);
     return max(n, [=](std::size_t i) { return magnitude_of(values[i]); });
@@ -187,8 +185,7 @@ class HostTeam {
     } else {
       const BFloat16* const more = static_cast<const BFloat16*>(residual) + begin;
       FR_INDEPENDENT
-      for (std::size_t i = 0; i < n; ++i)
-        values_[i] = values[i] + Element<BFloat16>::load(more[i]);
+      for (std::size_t i = 0; i < n; ++i) values_[i] = values[i] + Element<BFloat16>::load(more[i]);
     }
     return {values_};
   }

@@ -75,14 +75,13 @@ inline void select(const Coding& coding, const Selection& selection, char* messa
             [&](std::size_t, std::uint32_t, std::size_t, std::size_t n, HostTeam::Tile values,
                 const std::uint32_t* keys) {
               for (std::size_t i = 0; i < n; ++i) ++count[keys[i] >> kLow];
-              most = std::max(most, HostTeam::max(n, [&](std::size_t i) {
-                                return magnitude_of(values(i));
-                              }));
+              most = std::max(
+                  most, HostTeam::max(n, [&](std::size_t i) { return magnitude_of(values(i)); }));
             });
   std::uint64_t above = 0;
   std::size_t bin = count.size();
   while (bin != 0 && above + count[bin - 1] <= selection.k) above += count[--bin];
-  std::uint32_t least = 0;   // keys from here on are chosen
+  std::uint32_t least = 0;     // keys from here on are chosen
   std::uint64_t ties = ~0ull;  // of those that equal it, so many
   if (bin != 0) {
     --bin;
@@ -154,7 +153,8 @@ inline void combine(const Coding& coding, const char* const* messages) {
       const std::uint64_t first = index + begin;
       std::fill(sums.begin(), sums.begin() + n, finite ? 0.0f : bits_float(kNan));
       bool some = false;
-      for (int p = 0; p < world && finite; ++p) some = some || (next[p] != end[p] && next[p]->index < first + n);
+      for (int p = 0; p < world && finite; ++p)
+        some = some || (next[p] != end[p] && next[p]->index < first + n);
       if (some) {
         for (int p = 0; p < world; ++p) {
           float* const own = sums.data() + p * kMostOfRun;

@@ -32,7 +32,7 @@ struct Span {
   std::uint32_t key = 0;     // of its name: who reduces it, and its random numbers
   Format format = Format::fp32;
   bool stochastic = false;
-  std::uint16_t run = 128;   // elements that are encoded together
+  std::uint16_t run = 128;  // elements that are encoded together
 
   FR_FN std::size_t record() const { return record_bytes(format, run); }
 };
@@ -101,10 +101,10 @@ struct Residuals {
 // One buffer in one step on one rank.
 struct Coding {
   Plan plan;
-  const Residuals* residuals = nullptr;    // of every span
-  const std::uint8_t* absent = nullptr;    // of every span: this rank has nothing to send; or null
-  DType residual_dtype = DType::float32;   // or bfloat16
-  DType dtype = DType::float32;            // of the gradient: float32, float16, bfloat16
+  const Residuals* residuals = nullptr;   // of every span
+  const std::uint8_t* absent = nullptr;   // of every span: this rank has nothing to send; or null
+  DType residual_dtype = DType::float32;  // or bfloat16
+  DType dtype = DType::float32;           // of the gradient: float32, float16, bfloat16
   void* gradient = nullptr;
   int rank = 0;
   float factor = 1;  // 0 drops this rank's gradient
@@ -225,10 +225,8 @@ FR_BLOCK void reduce_run(Team& team, const Coding& coding, const Run& run, const
 template <class C, class Team>
 FR_BLOCK void decode_run(Team& team, const Coding& coding, const Run& run, const char* record) {
   const Span& span = coding.plan.span[run.span];
-  const std::uint32_t most =
-      team.template give<C>(coding, span.offset + run.begin, record, run.n);
-  if (most >= limit_of(coding.dtype) && team.lane() == 0)
-    store_release(coding.finite, 0);
+  const std::uint32_t most = team.template give<C>(coding, span.offset + run.begin, record, run.n);
+  if (most >= limit_of(coding.dtype) && team.lane() == 0) store_release(coding.finite, 0);
 }
 
 }  // namespace FR_ISA

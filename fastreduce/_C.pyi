@@ -35,6 +35,48 @@ def unpack(
 class CannotShareError(RuntimeError):
     """The ranks cannot share memory, for a reason of this machine."""
 
+class WirePlan:
+    """How a buffer's parameters are encoded, and who reduces which part: csrc/wire.h's Plan."""
+
+    def __init__(self, world: int, spans: Sequence[tuple[int, int, int, int, bool, int]]) -> None:
+        """``spans``: offset and count of elements, key of the name, format, whether it is rounded
+        stochastically, elements of a run."""
+
+    def message_bytes(self, chunk: int, /) -> int: ...
+
+class WireCoding:
+    """One buffer in one step on one rank: csrc/wire.h's Coding. ``residuals`` is the address of 4
+    pointers for every span, ``absent`` of a byte for each, or 0. Both are copied."""
+
+    def __init__(
+        self,
+        plan: WirePlan,
+        gradient: int,
+        dtype: int,
+        rank: int,
+        factor: float,
+        residuals: int,
+        residual_dtype: int,
+        absent: int,
+        seed: int,
+        step: int,
+    ) -> None: ...
+    @property
+    def address(self) -> int:
+        """The ``in`` of an encoded call."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all results so far are."""
+
+    def encode(self, chunk: int, to: int, /) -> None: ...
+    def reduce(self, from_: Sequence[int], to: int, /) -> None: ...
+    def decode(self, chunk: int, from_: int, /) -> None: ...
+    def select(self, random: bool, k: int, threshold: float, to: int) -> None:
+        """Writes 8 + 8 k bytes; see csrc/topk.h."""
+
+    def combine(self, from_: Sequence[int], /) -> None: ...
+
 class Listener:
     def __init__(self) -> None: ...
     @property

@@ -444,14 +444,14 @@ class Communicator:
             self._promise(future, tensor, call, lambda _, __: finish(parts))
         return future
 
-    def share(self, weight: weights.Weight) -> float:
-        """The number of ranks over the sum of their weights; 0 where that is 0."""
+    def total(self, weight: weights.Weight) -> float:
+        """The sum of the ranks' weights."""
         parts = torch.tensor(weights.announcement(weight), dtype=torch.float64)
         self.all_reduce(parts, "sum")
         total = float(weights.total_of(parts))
         if math.isnan(total):
             raise RuntimeError("some ranks gave a weight, and others did not")
-        return self.world_size / total if total else 0.0
+        return total
 
     def exchange(self) -> Exchange:
         """The way of encoded messages between hosts. Collective the first time."""

@@ -139,6 +139,7 @@ class _Selected(_Part):
         self.message_bytes = 8 + 8 * self.k
 
     def select(self, coding: _C.WireCoding, message: Tensor) -> None:
+        """Writes this rank's."""
         wire = self.sections[0].wire
         threshold = wire.threshold if wire.format == "threshold" else 0.0
         coding.select(wire.format == "randomk", self.k, threshold, message.data_ptr())
@@ -224,9 +225,8 @@ class Compression:
         offset = 0
         for name, parameter in parameters:
             wire = self._policy.of(name, parameter.shape, self._step)
-            if self._communicator.world_size == 1 or not wire.loses(dtype):
-                wire = native
-            elif wire.format == "lowrank" and not lowrank.pays(parameter, wire.rank):
+            smaller = wire.format != "lowrank" or lowrank.pays(parameter, wire.rank)
+            if self._communicator.world_size == 1 or not wire.loses(dtype) or not smaller:
                 wire = native
             count = elements_of(parameter)
             nbytes[wire] = nbytes.get(wire, 0) + count * dtype.itemsize
@@ -265,10 +265,11 @@ class Compression:
     def _prepare(self, bucket: _Bucket) -> None:
         """What was kept back by ranks that reduce, and will not reduce the same any more, they
         send."""
-        blocks = [(each, each.wire.block) for each in (bucket.encoded.sections if bucket.encoded else [])]
-        others = [each for part in bucket.selected for each in part.sections] + bucket.factored
-        for section, block in [*blocks, *((each, 0) for each in others)]:
+        encoded = bucket.encoded.sections if bucket.encoded else []
+        selected = [each for part in bucket.selected for each in part.sections]
+        for section in [*encoded, *selected, *bucket.factored]:
             if section.residual is not None:
+                block = section.wire.block if section.wire.format in enums.FORMAT else 0
                 section.residual.reduce_in(block, self._communicator.world_size)
 
     def all_reduce(
@@ -294,35 +295,46 @@ class Compression:
         if buffer.is_cuda:
             raise RuntimeError(f"wire: expected gradients on the CPU, got {buffer.device}")
         ends: list[Future[Tensor]] = []
-        factor = 1.0
+        total = factor = 1.0
         if weight is not None and (bucket.selected or bucket.factored):
-            factor = scale * self._communicator.share(weight)
+            total = self._communicator.total(weight)
+            factor = scale * self._communicator.world_size / total if total else 0.0
         for each in bucket.factored:
             self._factor(each, buffer, factor, absent)
         for part in bucket.selected:
             used = self._coding(part, buffer, factor, absent)
-            ends.append(self._communicator.all_gather_encoded(
-                buffer, part, part.message_bytes,
-                partial(self._select, part, used), partial(self._combine, part, used), here=here,
-            ))
+            ends.append(
+                self._communicator.all_gather_encoded(
+                    buffer,
+                    part,
+                    part.message_bytes,
+                    partial(part.select, used),
+                    partial(self._combine, part, used),
+                    here=here,
+                )
+            )
         if bucket.encoded is not None:
             encoded = bucket.encoded
-            ends.append(self._communicator.all_reduce_encoded(
-                buffer,
-                encoded,
-                lambda factor: self._coding(encoded, buffer, factor, absent),
-                partial(self._settle, encoded),
-                scale=scale,
-                weight=weight,
-                here=here,
-                done=done,
-            ))
-        if len(ends) == 1:
+            ends.append(
+                self._communicator.all_reduce_encoded(
+                    buffer,
+                    encoded,
+                    lambda factor: self._coding(encoded, buffer, factor, absent),
+                    partial(self._settle, encoded),
+                    scale=scale,
+                    weight=weight,
+                    here=here,
+                    done=done,
+                )
+            )
+        if len(ends) == 1 and bucket.encoded is not None:
             return ends[0]
 
         def whole(futures: Future[list[Future[Tensor]]]) -> Tensor:
             for each in futures.value():
                 each.value()
+            if done is not None and bucket.encoded is None:
+                done(total, None)
             return buffer
 
         return torch.futures.collect_all(ends).then(whole)
@@ -345,9 +357,6 @@ class Compression:
             self._seed,
             self._step & 0xFFFFFFFF,
         )
-
-    def _select(self, part: _Selected, coding: _C.WireCoding, message: Tensor) -> None:
-        part.select(coding, message)
 
     def _combine(self, part: _Selected, coding: _C.WireCoding, messages: list[Tensor]) -> None:
         coding.combine([each.data_ptr() for each in messages])
@@ -415,6 +424,7 @@ class Compression:
 
     def rescale(self, factor: float) -> None:
         """Gradients will be so many times larger from now on."""
+        self._turned = []
         for residual in self._residuals.values():
             residual.sent.mul_(factor)
             residual.reduced.mul_(factor)

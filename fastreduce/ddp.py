@@ -403,9 +403,10 @@ class HookState:
     def _count(self, current: "_Pass", gradient: Tensor) -> None:
         """A bucket has been averaged. Called by several threads."""
         compression = self._compression
-        if compression is not None:
-            if gradient.is_sparse or gradient.data_ptr() not in current.encoded:
-                compression.watch(gradient)
+        if compression is not None and (
+            gradient.is_sparse or gradient.data_ptr() not in current.encoded
+        ):
+            compression.watch(gradient)
         with self._lock:
             current.averaged += gradient.numel()
             if current.whole and current.averaged == current.elements:

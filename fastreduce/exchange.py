@@ -1,15 +1,16 @@
-"""Encoded messages between hosts, through a process group's backend: all-to-all of what every rank
-sends to those that reduce, all-gather of what they send back. The link carries the encoded bytes."""
+"""Encoded messages between hosts, over gloo: all-to-all of what every rank sends to those that reduce,
+all-gather of what they send back. The link carries the encoded bytes."""
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -92,15 +93,17 @@ class Exchange:
         # new_group() names one after its ranks: a second one would find the first one's addresses.
         token = group.all_gather_object(uuid.uuid4().hex)[0]
         store = dist.distributed_c10d._get_default_store()
+        prefixed = dist.PrefixStore  # type: ignore[attr-defined]
         self._out, self._back = (
-            dist.ProcessGroupGloo(
-                dist.PrefixStore(f"fastreduce-{token}-{way}", store), rank, world_size, timeout
-            )
+            self._connect(prefixed(f"fastreduce-{token}-{way}", store), timeout)
             for way in ("out", "back")
         )
         self._going, self._coming = _Lane("fastreduce-out"), _Lane("fastreduce-back")
         self._error: Exception | None = None
         self._lock = threading.Lock()
+
+    def _connect(self, store: Any, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
 
     def close(self, *, drain: bool) -> None:
         """Ends what is under way, or, without ``drain``, leaves it: its peers may never come."""
@@ -207,7 +210,7 @@ class Exchange:
         parts = torch.tensor(announcement(weight), dtype=torch.float64)
         self._out.allreduce([parts]).wait()
         total = float(total_of(parts))
-        if total != total:
+        if math.isnan(total):
             raise RuntimeError("some ranks gave a weight, and others did not")
         return total
 
@@ -224,4 +227,3 @@ class Exchange:
                     "than rank 0 in the same call: do all ranks have the same wire and model?"
                 )
         layout.known = True
-

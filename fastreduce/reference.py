@@ -169,7 +169,9 @@ _NAN, _INFINITY = 0x7FC00000, 0x7F800000
 def philox(key: tuple[int, int], counter: Sequence[Tensor | int]) -> list[Tensor]:
     """Philox4x32-10 (Salmon et al. 2011): four int64 tensors of words 0 to 2^32 - 1, for a counter
     of four words, tensors or numbers."""
-    c0, c1, c2, c3 = torch.broadcast_tensors(*(torch.as_tensor(c, dtype=torch.int64) for c in counter))
+    c0, c1, c2, c3 = torch.broadcast_tensors(
+        *(torch.as_tensor(c, dtype=torch.int64) for c in counter)
+    )
     k0, k1 = key
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64; shifts keep the sign
@@ -218,12 +220,11 @@ def _small_float(values: Tensor, format: str, words: Tensor | None) -> Tensor:
     magnitude = _bits(values.abs())
     normal = _drop(magnitude, dropped, words) - ((127 - bias) << mantissa)
     small = values.abs().double() * 2.0 ** (bias - 1 + mantissa)  # exact
-    if words is None:
-        subnormal = small.round()
-    else:
-        subnormal = (small.float() + _uniform(words)).floor()
+    subnormal = small.round() if words is None else (small.float() + _uniform(words)).floor()
     tiny = magnitude < (128 - bias) << 23
-    code = torch.where(tiny, subnormal.nan_to_num().clamp(max=float(largest)).to(torch.int64), normal)
+    code = torch.where(
+        tiny, subnormal.nan_to_num().clamp(max=float(largest)).to(torch.int64), normal
+    )
     return code.clamp(max=largest) | (_bits(values) >> 31) << (exponent + mantissa)
 
 

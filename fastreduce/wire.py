@@ -10,8 +10,18 @@ from typing import Literal, get_args
 import torch
 
 Format = Literal[
-    *("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "onebit"),
-    *("topk", "randomk", "threshold", "lowrank"),
+    "fp32",
+    "bf16",
+    "fp16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "int8",
+    "int4",
+    "onebit",
+    "topk",
+    "randomk",
+    "threshold",
+    "lowrank",
 ]
 
 SMALL_BYTES = 64 << 10
@@ -57,9 +67,7 @@ class Wire:
         if not isinstance(self.block, int) or self.block % 32 or not 32 <= self.block <= 1024:
             raise ValueError(f"block: expected a multiple of 32 from 32 to 1024, got {self.block}")
         if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(
-                f'rounding: expected "nearest" or "stochastic", got {self.rounding!r}'
-            )
+            raise ValueError(f'rounding: expected "nearest" or "stochastic", got {self.rounding!r}')
         if self.rounding == "stochastic" and self.format not in _ROUNDED:
             raise ValueError(f"rounding: {self.format} is not rounded")
         if self.k <= 0 or (self.k > 1 and not isinstance(self.k, int)):

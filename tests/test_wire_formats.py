@@ -76,7 +76,10 @@ class Group:
                 buffer[offset : offset + count] = gradient
             addresses, residual_dtype = 0, torch.float32
             if sent is not None and reduced is not None:
-                news = [[torch.full_like(each, math.nan) for each in own[rank]] for own in (sent, reduced)]
+                news = [
+                    [torch.full_like(each, math.nan) for each in own[rank]]
+                    for own in (sent, reduced)
+                ]
                 rows = zip(sent[rank], news[0], reduced[rank], news[1], strict=True)
                 pointers = torch.tensor([[each.data_ptr() for each in row] for row in rows])
                 kept.append((pointers, news))
@@ -143,8 +146,28 @@ def reduced_of(group: Group, reduced: list[list[torch.Tensor]], n: int) -> torch
 def special(count: int, generator: torch.Generator) -> torch.Tensor:
     """Zeros of both signs, subnormals, values that are rounded half way, huge ones."""
     pool = torch.tensor(
-        [0.0, -0.0, TINY, -3 * TINY, 1e-40, -1e-40, 2.0**-126, 65504.0, -65519.0, 1e30, -HUGE / 8]
-        + [0.5, 1.5, -2.5, 1 + 2.0**-11, 1 + 3 * 2.0**-9, 448.0, 57344.0, 2.0**-24, 2.0**-17]
+        [
+            0.0,
+            -0.0,
+            TINY,
+            -3 * TINY,
+            1e-40,
+            -1e-40,
+            2.0 ** (-126),
+            65504.0,
+            -65519.0,
+            1e30,
+            -HUGE / 8,
+            0.5,
+            1.5,
+            -2.5,
+            1 + 2.0 ** (-11),
+            1 + 3 * 2.0 ** (-9),
+            448.0,
+            57344.0,
+            2.0 ** (-24),
+            2.0 ** (-17),
+        ]
     )
     return pool[torch.randint(len(pool), (count,), generator=generator)]
 
@@ -171,14 +194,15 @@ def test_bits_of_the_reference(format, dtype, stochastic):
         factors = [1.0] * ranks
         for step in range(3):
             values = special if step == 2 else lambda n, g: torch.randn(n, generator=g) * 1e-2
-            gradients = [
-                [values(n, generator).to(dtype) for n in counts] for _ in range(ranks)
-            ]
+            gradients = [[values(n, generator).to(dtype) for n in counts] for _ in range(ranks)]
             if step == 1 and ranks > 1:
                 factors = [0.0, *(0.3 + rank for rank in range(1, ranks))]
                 gradients[0] = [torch.full_like(each, math.nan) for each in gradients[0]]
             absent = [
-                [step == 1 and (rank + n) % 3 == 0 or (step == 1 and n == 0) for n in range(len(counts))]
+                [
+                    (step == 1 and (rank + n) % 3 == 0) or (step == 1 and n == 0)
+                    for n in range(len(counts))
+                ]
                 for rank in range(ranks)
             ]
             expected = [
@@ -294,12 +318,16 @@ def test_philox_is_the_published_one():
 @given(st.data())
 def test_a_record_is_as_in_torch(data):
     """fp8 and fp16 beside torch's own casts, bf16 too."""
-    values = torch.tensor(data.draw(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40)))
+    values = torch.tensor(
+        data.draw(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40))
+    )
     for format, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         top = torch.finfo(dtype).max
         clipped = torch.where(values.isinf(), values, values.clamp(-top, top))
         record = reference.encode_run(values, format)
-        assert same_bits(reference.decode_run(record, format, len(values)), clipped.to(dtype).float())
+        assert same_bits(
+            reference.decode_run(record, format, len(values)), clipped.to(dtype).float()
+        )
     for format, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
         top = torch.finfo(dtype).max
         inside = values[values.isfinite()]
