@@ -427,21 +427,21 @@ class Communicator:
             )
             return future
         self._core.refuse_child()
-        message, messages = layout.messages(nbytes)
+        [message] = layout.memory("message", [nbytes])
+        messages = layout.memory("messages", [nbytes] * self.world_size)
         prepare(message)
         algorithm = "one_shot"
         if nbytes > policy.one_shot_limit(self.world_size, self.topology):
             algorithm = "two_shot"
         plan = enums.plan("all_gather", torch.uint8, "sum", algorithm, layout.checksum)
-        at = messages.data_ptr()
+        at = messages[0].data_ptr()
         call = (plan, message.data_ptr(), at, nbytes, 0, 1.0, weights.ORDINARY, NOT_SHARED)
-        parts = list(messages.view(self.world_size, -1).unbind())
         if here:
             self._core.run(*call)
-            finish(parts)
+            finish(messages)
             future.set_result(tensor)
         else:
-            self._promise(future, tensor, call, lambda _, __: finish(parts))
+            self._promise(future, tensor, call, lambda _, __: finish(messages))
         return future
 
     def total(self, weight: weights.Weight) -> float:

@@ -463,19 +463,13 @@ class Compression:
         ranks of a group of another size, whose residuals are then shared out."""
         first = states[0]
         here = self._communicator
-        own = first["rank"] is None
-        own = own or (first["rank"] == here.rank and first["world_size"] == here.world_size)
-        everybody = sorted(each["rank"] for each in states if each["rank"] is not None)
-        if len(states) > 1 and everybody != list(range(first["world_size"])):
+        ranks = [(each["rank"], each["world_size"]) for each in states]
+        own = len(states) == 1 and ranks[0] in [(here.rank, here.world_size), (None, ranks[0][1])]
+        if not own and ranks != [(rank, len(states)) for rank in range(ranks[0][1])]:
             raise ValueError(
-                f"compression: expected the states of ranks 0 to {first['world_size'] - 1}, got "
-                f"those of {everybody}"
-            )
-        if len(states) == 1 and not own:
-            raise ValueError(
-                f"compression: expected the state of rank {here.rank} of {here.world_size}, got "
-                f"that of {first['rank']} of {first['world_size']}: give the states of all of them "
-                "in a list, or save with merge=True"
+                f"compression: expected the state of rank {here.rank} of {here.world_size}, those "
+                "of all ranks of a group in order, or one saved with merge=True, got "
+                + ", ".join(f"rank {rank} of {world_size}" for rank, world_size in ranks)
             )
         loaded: dict[str, Residual] = {}
         for name, saved in first["residuals"].items():
@@ -486,7 +480,7 @@ class Compression:
                 )
             residual = loaded[name] = Residual(elements_of(parameters[name]), self._residual_dtype)
             sent, reduced = saved["sent"], saved["reduced"]
-            if len(states) > 1:
+            if not own:
                 all_sent = [each["residuals"][name]["sent"].double() for each in states]
                 all_reduced = [each["residuals"][name]["reduced"].double() for each in states]
                 sent = torch.stack(all_sent).mean(0) + torch.stack(all_reduced).sum(0)
@@ -494,7 +488,7 @@ class Compression:
             _shaped(residual.sent, parameters[name]).copy_(sent)
             _shaped(residual.reduced, parameters[name]).copy_(reduced)
             residual.holds = True
-            residual.block = first["blocks"][name] if len(states) == 1 else 0
+            residual.block = first["blocks"][name] if own else 0
         self._residuals = loaded
         self._layouts.clear()
         self._latest.clear()

@@ -1,5 +1,5 @@
-"""Encoded messages between hosts, over gloo: all-to-all of what every rank sends to those that reduce,
-all-gather of what they send back. The link carries the encoded bytes."""
+"""Encoded messages between hosts, over gloo: all-to-all of what every rank sends to those that
+reduce, all-gather of what they send back. The link carries the encoded bytes."""
 
 from __future__ import annotations
 
@@ -44,17 +44,15 @@ class Layout:
         self.checksum = zlib.crc32(repr(rows).encode())
         self.sizes = [self.spans.message_bytes(chunk) for chunk in range(world_size)]
         self.known = False  # that all ranks have the same
-        self._memory: dict[str, Tensor] = {}
+        self._memory: dict[str, list[Tensor]] = {}
 
-    def messages(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        """Room for one of so many bytes, and for all ranks' ones."""
-        return self.memory("one", nbytes), self.memory("all", nbytes * len(self.sizes))
-
-    def memory(self, name: str, nbytes: int) -> Tensor:
-        """Memory that is kept for the next step: fresh one costs as much time as a copy."""
+    def memory(self, name: str, sizes: Sequence[int]) -> list[Tensor]:
+        """Room for messages of so many bytes. It is kept for the next step: fresh memory costs as
+        much time as a copy."""
         found = self._memory.get(name)
         if found is None:
-            found = self._memory[name] = torch.empty(nbytes, dtype=torch.uint8)
+            found = list(torch.empty(sum(sizes), dtype=torch.uint8).split(list(sizes)))
+            self._memory[name] = found
         return found
 
 
@@ -90,6 +88,8 @@ class Exchange:
         self, group: ProcessGroupTransport, rank: int, world_size: int, timeout: timedelta
     ) -> None:
         self.rank, self.world_size = rank, world_size
+        # Each rank begins with another one.
+        self._others = [(rank + hop) % world_size for hop in range(1, world_size)]
         # new_group() names one after its ranks: a second one would find the first one's addresses.
         token = group.all_gather_object(uuid.uuid4().hex)[0]
         store = dist.distributed_c10d._get_default_store()
@@ -133,29 +133,35 @@ class Exchange:
 
         def go() -> None:
             self._agree(layout)
-            total = float(self.world_size)
-            if weight is not None:
-                total = self._total(weight)
+            total = float(self.world_size) if weight is None else self._total(weight)
             used = coding(scale * self.world_size / total if total else 0.0)
-            sent = layout.memory("sent", sum(layout.sizes))
-            at = sent.data_ptr()
-            for chunk, nbytes in enumerate(layout.sizes):
-                used.encode(chunk, at)
-                at += nbytes
             own = layout.sizes[self.rank]
-            arrived = layout.memory("arrived", own * self.world_size)
-            self._out.alltoall_base(arrived, sent, [own] * self.world_size, layout.sizes).wait()
-            self._coming.put(guarded(lambda: come(used, total, arrived)))
+            sent = layout.memory("sent", layout.sizes)
+            arrived = layout.memory("arrived", [own] * self.world_size)
+            results = layout.memory("results", layout.sizes)
+            out, back = self._receive(self._out, arrived), self._receive(self._back, results)
+            for chunk in self._others:
+                used.encode(chunk, sent[chunk].data_ptr())
+                out += self._send(self._out, sent[chunk], chunk)
+            used.encode(self.rank, arrived[self.rank].data_ptr())
+            for work in out:
+                work.wait()
+            self._coming.put(guarded(lambda: come(used, total, arrived, results, back)))
 
-        def come(used: _C.WireCoding, total: float, arrived: Tensor) -> None:
-            own, longest = layout.sizes[self.rank], max(layout.sizes)
-            at = arrived.data_ptr()
-            reduced = layout.memory("reduced", longest)  # a backend gathers equal parts
-            used.reduce([at + own * p for p in range(self.world_size)], reduced.data_ptr())
-            results = layout.memory("results", longest * self.world_size)
-            self._back._allgather_base(results, reduced).wait()
-            for chunk in range(self.world_size):
-                used.decode(chunk, results.data_ptr() + longest * chunk)
+        def come(
+            used: _C.WireCoding,
+            total: float,
+            arrived: list[Tensor],
+            results: list[Tensor],
+            back: list[Any],
+        ) -> None:
+            used.reduce([each.data_ptr() for each in arrived], results[self.rank].data_ptr())
+            for rank in self._others:
+                back += self._send(self._back, results[self.rank], rank)
+            for work in back:
+                work.wait()
+            for chunk, message in enumerate(results):
+                used.decode(chunk, message.data_ptr())
             settle(used)
             if done is not None:
                 done(total, None)
@@ -179,14 +185,17 @@ class Exchange:
 
         def go() -> None:
             self._agree(layout)
-            message, messages = layout.messages(nbytes)
-            prepare(message)
-            self._out._allgather_base(messages, message).wait()
-            parts = list(messages.view(self.world_size, -1).unbind())
-            self._coming.put(guarded(lambda: come(parts)))
+            messages = layout.memory("messages", [nbytes] * self.world_size)
+            works = self._receive(self._out, messages)
+            prepare(messages[self.rank])
+            for rank in self._others:
+                works += self._send(self._out, messages[self.rank], rank)
+            for work in works:
+                work.wait()
+            self._coming.put(guarded(lambda: come(messages)))
 
-        def come(parts: list[Tensor]) -> None:
-            finish(parts)
+        def come(messages: list[Tensor]) -> None:
+            finish(messages)
             future.set_result(tensor)
 
         self._going.put(guarded(go))
@@ -205,6 +214,15 @@ class Exchange:
                 fail(future, error, errors)
 
         return run
+
+    def _receive(self, group: Any, messages: list[Tensor]) -> list[Any]:
+        """From all others. Before anything is sent: on gloo's one connection for a pair of ranks,
+        what says that a rank is ready would wait behind the data that it sends (measured: twice the
+        time on 2 hosts, and gloo's own all-to-all takes that)."""
+        return [group.recv([messages[p]], p, 0) for p in self._others if messages[p].numel()]
+
+    def _send(self, group: Any, message: Tensor, rank: int) -> list[Any]:
+        return [group.send([message], rank, 0)] if message.numel() else []
 
     def _total(self, weight: Weight) -> float:
         parts = torch.tensor(announcement(weight), dtype=torch.float64)

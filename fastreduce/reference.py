@@ -419,3 +419,43 @@ def _owners(runs: int, ranks: int, key: int) -> list[int]:
     for turned in range(ranks):
         owners += [(turned - key) % ranks] * (each + (turned < longer))
     return owners
+
+
+def select(values: Tensor, k: int, threshold: float = 0.0, words: Tensor | None = None) -> Tensor:
+    """Which elements a rank sends: indices, ascending. The ``k`` of the largest magnitudes, or of
+    the largest random words; of equal ones the first; none of them below ``threshold``."""
+    keys = _bits(values.abs()) if words is None else words >> 1
+    chosen = keys.sort(descending=True, stable=True).indices[:k].sort().values
+    return chosen[~(values[chosen].abs() < threshold)]
+
+
+def all_reduce_selected(
+    gradients: Sequence[Tensor],
+    k: int,
+    *,
+    threshold: float = 0.0,
+    words: Tensor | None = None,
+    sent: Sequence[Tensor] | None = None,
+    factors: Sequence[float] | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """The mean of flat gradients of which every rank sends some elements; and new residuals. All is
+    NaN where something is not finite on some rank.
+
+    Args:
+        gradients, sent, factors: as for :func:`all_reduce_encoded`.
+        k, threshold, words: as for :func:`select`.
+    """
+    old = sent or [torch.zeros(x.numel()) for x in gradients]
+    loaded = _load(gradients, factors or [1.0] * len(gradients))
+    values = [u + r for u, r in zip(loaded, old, strict=True)]
+    given, kept = [], []
+    for own in values:
+        chosen = select(own, k, threshold, words)
+        given.append(torch.zeros_like(own))
+        given[-1][chosen] = own[chosen]
+        kept.append(own.clone())
+        kept[-1][chosen] = 0.0
+    total = tree(given) * torch.tensor(1 / len(given), dtype=torch.float32)
+    if not all(own.isfinite().all() for own in values):
+        total = torch.full_like(total, math.nan)
+    return total.to(gradients[0].dtype), kept
