@@ -342,6 +342,21 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=110)
 
 
+def wait_for(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Returns when all have ended; ends all if one fails, or if this is interrupted."""
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks):
+                break
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.terminate()
+            rank.wait()
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"a rank failed: exit codes {[rank.returncode for rank in ranks]}")
+
+
 def measure(world_size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs all cases on ``world_size`` ranks and returns their results."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -362,17 +377,7 @@ def measure(world_size: int, arguments: argparse.Namespace) -> list[dict[str, An
             subprocess.Popen(words, env=environment)
             for words, environment in zip(started, environments, strict=True)
         ]
-        try:
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() for process in processes):
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                process.terminate()
-                process.wait()
-        if any(process.returncode for process in processes):
-            raise SystemExit(f"a rank failed: exit codes {[p.returncode for p in processes]}")
+        wait_for(processes)
         results: list[dict[str, Any]] = json.loads(Path(folder, "results").read_text())
     return results
 
