@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
+
+from benchmarks import network
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -77,6 +82,72 @@ def test_ddp_step(tmp_path):
     for result in results.values():
         assert all(seconds > 0 for seconds in result["seconds"].values())
         assert all(seconds > 0 for seconds in result["hook_seconds"].values())
+
+
+def needs_hosts() -> None:
+    """Not asked before a test runs: it takes a process, and a namespace."""
+    if reason := network.problem():
+        pytest.skip(f"no hosts on this machine: {reason}")
+
+
+def test_hosts(tmp_path):
+    needs_hosts()
+    figures = tmp_path / "figures.json"
+    variants = ["torch-bf16", "torch-fp16", "torch-powersgd-1", "fastreduce"]
+    options = ["--rates", "100mbit", "--model", "digits", "--steps", 2, "--json", figures]
+    text = run("benchmarks.hosts", "--variants", *variants, *options)
+    assert "of gloo" in text and "payload" in text
+    (result,) = json.loads(figures.read_text())["results"]
+    assert set(result["seconds"]) == {"no communication", "gloo", *variants}
+    assert all(seconds > 0 for seconds in result["seconds"].values())
+    # The limit holds, both ways at once, and the bytes are those of the formats.
+    assert 0.2 * 100e6 < 8 * result["link_bytes_per_second"] < 100e6
+    assert result["seconds"]["gloo"] > 4 * 151_306 * 8 / 100e6 - 0.01  # but for a burst
+    for name, nbytes in {"gloo": 4, "torch-bf16": 2, "torch-fp16": 2, "fastreduce": 4}.items():
+        payload = result["payload_bytes_per_element"][name]
+        assert result["nominal_bytes_per_element"][name] == nbytes
+        assert nbytes <= payload < 1.02 * nbytes
+        assert 1.02 * payload < result["wire_bytes_per_element"][name] < 1.15 * payload
+    # Ranks with data of their own drift apart only where nothing is averaged.
+    assert result["same_bits"] == {name: name != "no communication" for name in result["seconds"]}
+
+
+def test_hosts_leave_nothing():
+    """However the process ends that has made them."""
+    needs_hosts()
+    lines = [
+        "from benchmarks import network",
+        "hosts = network.Network(2, '1gbit')",
+        "hosts.start(1, ['sleep', 'infinity'])",
+        "print(*(process.pid for process in hosts.processes), flush=True)",
+        "input()",
+    ]
+    command = network.as_root([sys.executable, "-c", "\n".join(lines)])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as made:
+        numbers = made.stdout.readline().split()
+        held = [Path("/proc", number, "ns", "net") for number in numbers]  # while they live
+        assert len(held) == 4 and all(namespace.exists() for namespace in held)
+        made.kill()
+    deadline = time.monotonic() + 10
+    while any(namespace.exists() for namespace in held) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(namespace.exists() for namespace in held)
+
+
+def test_hosts_where_there_can_be_none():
+    command = [sys.executable, "-m", "benchmarks.hosts", "--model", "digits"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stderr.startswith("no hosts on this machine: ") and done.stderr.count("\n") == 1
 
 
 def test_pytest_benchmark():
