@@ -1,0 +1,113 @@
+"""The ways to average gradients that convergence.py compares: no hook, torch's hooks, and ours.
+
+To add one, name it in ``VARIANTS``; a wire format of ours, in ``WIRES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fastreduce
+
+TIMEOUT_SECONDS = 120.0
+FP32 = "fp32"
+WITHIN_SD, WITHIN_POINT = "1 sd", "1 point"
+
+# Gives a DDP model its hook, and returns what is to be closed at the end.
+Averaging = Callable[[DistributedDataParallel], "fastreduce.HookState | None"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to average gradients.
+
+    Args:
+        format: what ``--formats`` calls it.
+        feedback: whether what is lost in a step is made up for in the next; None: nothing to say.
+        average: registers the hook.
+        target: what its training should come to.
+    """
+
+    format: str
+    feedback: bool | None
+    average: Averaging
+    target: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.format}, no feedback" if self.feedback is False else self.format
+
+
+def no_hook(_: DistributedDataParallel) -> None:
+    return None
+
+
+def torch_fp16(ddp: DistributedDataParallel) -> None:
+    ddp.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+
+
+def torch_bf16(ddp: DistributedDataParallel) -> None:
+    # No annotations: DDP compares them with types, and here they are strings.
+    def bf16_on_cpu(group, bucket):  # type: ignore[no-untyped-def]
+        return default_hooks.bf16_compress_hook(group, bucket)
+
+    ddp.register_comm_hook(dist.group.WORLD, bf16_on_cpu)
+
+
+def torch_powersgd(ddp: DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def ours(ddp: DistributedDataParallel) -> fastreduce.HookState:
+    return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS)
+
+
+def over_wire(format: str, feedback: bool, **options: Any) -> Averaging:
+    """fastreduce with a wire format."""
+
+    def average(ddp: DistributedDataParallel) -> fastreduce.HookState:
+        wire = fastreduce.Wire(format, feedback=feedback, **options)  # type: ignore[attr-defined]
+        return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS, wire=wire, wire_min_bytes=0)
+
+    return average
+
+
+# Our formats, as --formats calls them: the target with feedback, and what Wire is given.
+WIRES: dict[str, tuple[str | None, str, dict[str, Any]]] = {
+    "bf16": (None, "bf16", {}),
+    "fp16": (None, "fp16", {}),
+    "fp8_e4m3": (WITHIN_SD, "fp8_e4m3", {}),
+    "fp8_e5m2": (WITHIN_SD, "fp8_e5m2", {}),
+    "int8": (WITHIN_SD, "int8", {}),
+    "int4": (WITHIN_SD, "int4", {}),
+    "int4_stochastic": (None, "int4", {"rounding": "stochastic"}),
+    "onebit": (WITHIN_POINT, "onebit", {}),
+    "topk": (WITHIN_POINT, "topk", {"k": 0.01}),
+    "randomk": (None, "randomk", {"k": 0.01}),
+    "lowrank": (None, "lowrank", {"rank": 2}),
+}
+
+VARIANTS = [
+    Variant(FP32, None, no_hook),
+    Variant("fastreduce", None, ours),
+    Variant("torch_bf16", None, torch_bf16),
+    Variant("torch_fp16", None, torch_fp16),
+    Variant("torch_powersgd", True, torch_powersgd),
+    *(
+        Variant(
+            name, feedback, over_wire(format, feedback, **options), target if feedback else None
+        )
+        for name, (target, format, options) in WIRES.items()
+        for feedback in (True, False)
+    ),
+]
+FORMATS = list(dict.fromkeys(variant.format for variant in VARIANTS))
