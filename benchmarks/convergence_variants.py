@@ -75,7 +75,7 @@ def over_wire(format: str, feedback: bool, **options: Any) -> Averaging:
     """fastreduce with a wire format."""
 
     def average(ddp: DistributedDataParallel) -> fastreduce.HookState:
-        wire = fastreduce.Wire(format, feedback=feedback, **options)  # type: ignore[attr-defined]
+        wire = fastreduce.Wire(format, feedback=feedback, **options)
         return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS, wire=wire, wire_min_bytes=0)
 
     return average

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fastreduce
 from benchmarks import network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,6 +149,29 @@ def test_hosts_where_there_can_be_none():
     )
     assert done.returncode != 0
     assert done.stderr.startswith("no hosts on this machine: ") and done.stderr.count("\n") == 1
+
+
+def test_convergence(tmp_path):
+    formats = ["fp32", "fastreduce", "torch_bf16", "torch_powersgd"]
+    ours = ["int8", "onebit"] if hasattr(fastreduce, "Wire") else []
+    options = ["--ranks", 2, "--seeds", 2, "--steps", 4, "--out", tmp_path / "figures"]
+    options += ["--formats", *formats, *ours]
+    text = run("benchmarks.convergence", *options)
+    book = json.loads((tmp_path / "figures.json").read_text())
+    variants = formats + [name + more for name in ours for more in ("", ", no feedback")]
+    losses = {(r["settings"], r["variant"], r["seed"]): r["loss"] for r in book["runs"]}
+    assert len(losses) == len(book["runs"]) == 2 * len(variants) * 2
+    assert all(run["ranks_agree"] for run in book["runs"])
+    for (settings, variant, seed), loss in losses.items():
+        difference = abs(loss - losses[settings, "fp32", seed])
+        assert difference < (1e-4 if variant == "fastreduce" else 0.5)
+        assert difference > 0 or variant != "torch_powersgd"
+    assert (tmp_path / "figures.md").read_text("utf-8") in text
+    for variant in variants:
+        assert text.count(f"| {variant} |") == 2
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+    # What is there already is not repeated.
+    assert "seed 1 " in text and "seed 1 " not in run("benchmarks.convergence", *options)
 
 
 def test_pytest_benchmark():
