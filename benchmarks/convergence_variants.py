@@ -6,14 +6,14 @@ To add one, name it in ``VARIANTS``; a wire format of ours, in ``WIRES``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
+from fastreduce import Wire
 
 TIMEOUT_SECONDS = 120.0
 FP32 = "fp32"
@@ -71,29 +71,28 @@ def ours(ddp: DistributedDataParallel) -> fastreduce.HookState:
     return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS)
 
 
-def over_wire(format: str, feedback: bool, **options: Any) -> Averaging:
+def over(wire: Wire) -> Averaging:
     """fastreduce with a wire format."""
 
     def average(ddp: DistributedDataParallel) -> fastreduce.HookState:
-        wire = fastreduce.Wire(format, feedback=feedback, **options)
         return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS, wire=wire, wire_min_bytes=0)
 
     return average
 
 
-# Our formats, as --formats calls them: the target with feedback, and what Wire is given.
-WIRES: dict[str, tuple[str | None, str, dict[str, Any]]] = {
-    "bf16": (None, "bf16", {}),
-    "fp16": (None, "fp16", {}),
-    "fp8_e4m3": (WITHIN_SD, "fp8_e4m3", {}),
-    "fp8_e5m2": (WITHIN_SD, "fp8_e5m2", {}),
-    "int8": (WITHIN_SD, "int8", {}),
-    "int4": (WITHIN_SD, "int4", {}),
-    "int4_stochastic": (None, "int4", {"rounding": "stochastic"}),
-    "onebit": (WITHIN_POINT, "onebit", {}),
-    "topk": (WITHIN_POINT, "topk", {"k": 0.01}),
-    "randomk": (None, "randomk", {"k": 0.01}),
-    "lowrank": (None, "lowrank", {"rank": 2}),
+# Our formats, as --formats calls them, and the target with feedback.
+WIRES: dict[str, tuple[str | None, Wire]] = {
+    "bf16": (None, Wire("bf16")),
+    "fp16": (None, Wire("fp16")),
+    "fp8_e4m3": (WITHIN_SD, Wire("fp8_e4m3")),
+    "fp8_e5m2": (WITHIN_SD, Wire("fp8_e5m2")),
+    "int8": (WITHIN_SD, Wire("int8")),
+    "int4": (WITHIN_SD, Wire("int4")),
+    "int4_stochastic": (None, Wire("int4", rounding="stochastic")),
+    "onebit": (WITHIN_POINT, Wire("onebit")),
+    "topk": (WITHIN_POINT, Wire("topk", k=0.01)),
+    "randomk": (None, Wire("randomk", k=0.01)),
+    "lowrank": (None, Wire("lowrank", rank=2)),
 }
 
 VARIANTS = [
@@ -104,9 +103,9 @@ VARIANTS = [
     Variant("torch_powersgd", True, torch_powersgd),
     *(
         Variant(
-            name, feedback, over_wire(format, feedback, **options), target if feedback else None
+            name, feedback, over(replace(wire, feedback=feedback)), target if feedback else None
         )
-        for name, (target, format, options) in WIRES.items()
+        for name, (target, wire) in WIRES.items()
         for feedback in (True, False)
     ),
 ]

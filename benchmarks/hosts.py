@@ -131,16 +131,8 @@ def power_sgd(rank: int) -> Attach:
     return attach
 
 
-def ours(wire: str | None = None, **settings: Any) -> Attach:
-    def attach(model: DistributedDataParallel) -> fastreduce.HookState:
-        if wire is None:
-            return fastreduce.attach(model)
-        if settings:
-            custom = fastreduce.Wire(wire, **settings)  # type: ignore[attr-defined, unused-ignore]
-            return fastreduce.attach(model, wire=custom)
-        return fastreduce.attach(model, wire=wire)
-
-    return attach
+def ours(wire: str | fastreduce.Wire) -> Attach:
+    return lambda model: fastreduce.attach(model, wire=wire)
 
 
 @dataclass(frozen=True)
@@ -158,7 +150,7 @@ VARIANTS = {
     "torch-fp16": Variant(torch_fp16, each(2)),
     "torch-powersgd-1": Variant(power_sgd(1), power_sgd_bytes(1)),
     "torch-powersgd-2": Variant(power_sgd(2), power_sgd_bytes(2)),
-    OURS: Variant(ours(), each(4)),
+    OURS: Variant(ours("fp32"), each(4)),
     f"{OURS}-bf16": Variant(ours("bf16"), each(2)),
     f"{OURS}-fp16": Variant(ours("fp16"), each(2)),
     # With a scale of 4 bytes for every 128 elements.
@@ -167,8 +159,8 @@ VARIANTS = {
     f"{OURS}-int8": Variant(ours("int8"), each(1 + 4 / 128)),
     f"{OURS}-int4": Variant(ours("int4"), each(1 / 2 + 4 / 128)),
     f"{OURS}-onebit": Variant(ours("onebit"), each(1 / 8 + 4 / 128)),
-    f"{OURS}-topk": Variant(ours("topk", k=0.01), None),
-    f"{OURS}-lowrank": Variant(ours("lowrank", rank=2), None),
+    f"{OURS}-topk": Variant(ours(fastreduce.Wire("topk", k=0.01)), None),
+    f"{OURS}-lowrank": Variant(ours(fastreduce.Wire("lowrank", rank=2)), None),
 }
 ALWAYS = [BASE, GLOO]  # what the others are compared with
 
