@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from fastreduce import _C, enums, lowrank
 from fastreduce.accumulation import elements_of, is_dense
 from fastreduce.communicator import Communicator
 from fastreduce.exchange import Layout
+from fastreduce.measure import Measurement, norm_of
 from fastreduce.process_group import Done
 from fastreduce.weights import Weight
 from fastreduce.wire import FP32, SELECTED, Policy, Wire, key_of
@@ -124,6 +125,20 @@ class _Part(Layout):
             self._addresses[turned] = torch.tensor(rows, dtype=torch.int64)
         return self._addresses[turned]
 
+    def sent_bytes(self, rank: int) -> int:
+        """What a rank sends to others in a step."""
+        return sum(self.sizes) + (len(self.sizes) - 2) * self.sizes[rank]
+
+    def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
+        """What a rank computes in a step, alone."""
+        messages = self.memory("rehearsed", self.sizes)
+        for chunk, message in enumerate(messages):
+            coding.encode(chunk, message.data_ptr())
+        own = messages[rank].data_ptr()
+        coding.reduce([own] * len(self.sizes), own)
+        for chunk, message in enumerate(messages):
+            coding.decode(chunk, message.data_ptr())
+
 
 class _Selected(_Part):
     """Parameters of which a few elements are sent."""
@@ -144,6 +159,14 @@ class _Selected(_Part):
         threshold = wire.threshold if wire.format == "threshold" else 0.0
         coding.select(wire.format == "randomk", self.k, threshold, message.data_ptr())
 
+    def sent_bytes(self, rank: int) -> int:
+        return (len(self.sizes) - 1) * self.message_bytes
+
+    def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
+        [message] = self.memory("rehearsed", [self.message_bytes])
+        self.select(coding, message)
+        coding.combine([message.data_ptr()] * len(self.sizes))
+
 
 @dataclass
 class _Bucket:
@@ -153,6 +176,19 @@ class _Bucket:
     selected: list[_Selected]
     factored: list[_Section]
 
+    def parts(self) -> list[_Part]:
+        """What the kernels encode."""
+        return [self.encoded, *self.selected] if self.encoded else [*self.selected]
+
+    def sections(self) -> list[_Section]:
+        """All parameters."""
+        return [*(each for part in self.parts() for each in part.sections), *self.factored]
+
+    def sent_bytes(self, rank: int) -> int:
+        """What a rank sends to others in a step."""
+        factors = sum(lowrank.sent_bytes(each.parameter, each.wire.rank) for each in self.factored)
+        return sum(part.sent_bytes(rank) for part in self.parts()) + factors
+
 
 class Compression:
     """The wire formats of one model's gradients, and their residuals, by parameter name.
@@ -161,11 +197,19 @@ class Compression:
         policy: which parameter travels how.
         seed: of stochastic rounding; the same on all ranks.
         residual_dtype: float32, or bfloat16.
+        measurement: of its first passes.
     """
 
-    def __init__(self, policy: Policy, seed: int, residual_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        seed: int,
+        residual_dtype: torch.dtype,
+        measurement: Measurement | None = None,
+    ) -> None:
         if residual_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"residual_dtype: expected float32 or bfloat16, got {residual_dtype}")
+        self.measurement = measurement
         self._policy = policy
         self._seed = seed & (2**64 - 1)
         self._residual_dtype = residual_dtype
@@ -265,9 +309,7 @@ class Compression:
     def _prepare(self, bucket: _Bucket) -> None:
         """What was kept back by ranks that reduce, and will not reduce the same any more, they
         send."""
-        encoded = bucket.encoded.sections if bucket.encoded else []
-        selected = [each for part in bucket.selected for each in part.sections]
-        for section in [*encoded, *selected, *bucket.factored]:
+        for section in bucket.sections():
             if section.residual is not None:
                 block = section.wire.block if section.wire.format in enums.FORMAT else 0
                 section.residual.reduce_in(block, self._communicator.world_size)
@@ -294,6 +336,55 @@ class Compression:
         """
         if buffer.is_cuda:
             raise RuntimeError(f"wire: expected gradients on the CPU, got {buffer.device}")
+        average = partial(
+            self._average, bucket, buffer, absent=absent, scale=scale, weight=weight, done=done
+        )
+        if self.measurement is None or not self.measurement.passes:
+            return average(here=here)
+        self._measure(self.measurement, bucket, buffer, absent, scale, weight, average)
+        future: Future[Tensor] = Future()
+        future.set_result(buffer)
+        return future
+
+    def _measure(
+        self,
+        measurement: Measurement,
+        bucket: _Bucket,
+        buffer: Tensor,
+        absent: set[str],
+        scale: float,
+        weight: Weight | None,
+        average: Callable[..., Future[Tensor]],
+    ) -> None:
+        sections, rank = bucket.sections(), self._communicator.rank
+
+        def encode(copy: Tensor) -> None:
+            for part in bucket.parts():
+                part.rehearse(self._coding(part, copy, 1.0, absent), rank)
+
+        measurement.compare(
+            tuple(each.name for each in sections),
+            self._communicator,
+            buffer,
+            scale=scale,
+            weight=weight,
+            wire_bytes=bucket.sent_bytes(rank),
+            encode=encode,
+            average=lambda: average(here=False).wait(),
+            kept=lambda: norm_of([each.residual.next for each in sections if each.residual]),
+        )
+
+    def _average(
+        self,
+        bucket: _Bucket,
+        buffer: Tensor,
+        *,
+        absent: set[str],
+        scale: float,
+        weight: Weight | None,
+        here: bool,
+        done: Done | None,
+    ) -> Future[Tensor]:
         ends: list[Future[Tensor]] = []
         total = factor = 1.0
         if weight is not None and (bucket.selected or bucket.factored):
@@ -415,6 +506,8 @@ class Compression:
                 each.residual.turn(each.keeps)
             self._starts.update(self._next_starts)
         self._entered = []
+        if self.measurement is not None:
+            self.measurement.end_pass()
 
     def discard(self) -> None:
         """The last pass's gradients are not used: everything is as it was before."""

@@ -27,6 +27,7 @@ from fastreduce.accumulation import NO_WEIGHT, Shards, TreeAccumulator, elements
 from fastreduce.communicator import Communicator
 from fastreduce.compression import Compression
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
+from fastreduce.measure import Measurement
 from fastreduce.process_group import Account, Done, fail
 from fastreduce.stats import BucketStats, StepStats, summary
 from fastreduce.wire import SMALL_BYTES, Policy, Schedule
@@ -63,6 +64,9 @@ class HookState:
             uncompressed.
         wire_seed: of stochastic rounding; the same on all ranks.
         residual_dtype: of what is kept of the encoding's losses: float32, or bfloat16.
+        measure: synchronised passes, from the first on, in which every compressed bucket is
+            averaged uncompressed, too, and both are timed; see :attr:`measurement`. The log then
+            says whether compressing pays on this machine.
         kwargs: passed on to :class:`Communicator`, where one is created.
     """
 
@@ -78,6 +82,7 @@ class HookState:
         wire_min_bytes: int = SMALL_BYTES,
         wire_seed: int = 0,
         residual_dtype: torch.dtype = torch.float32,
+        measure: int = 0,
         **kwargs: Any,
     ) -> None:
         # For torch.compile, which can name a number but not hold this.
@@ -90,7 +95,8 @@ class HookState:
         self._compression: Compression | None = None
         if wire != "fp32":
             policy = Policy(wire, warmup_steps, wire_min_bytes)
-            self._compression = Compression(policy, wire_seed, residual_dtype)
+            measurement = Measurement(measure) if measure else None
+            self._compression = Compression(policy, wire_seed, residual_dtype, measurement)
             if not count_unused:
                 raise ValueError("count_unused=False: expected wire='fp32'")
         self._count_unused = count_unused
@@ -268,6 +274,14 @@ class HookState:
         if self._compression is not None and scale != self._loss_scale:
             self._compression.rescale(scale / self._loss_scale)
         self._loss_scale = scale
+
+    @property
+    def measurement(self) -> Measurement:
+        """Of each compressed bucket the bytes, times, errors and residuals, as attributes and as a
+        table (``print(state.measurement)``), and a verdict. Of a state made with ``measure``."""
+        if self._compression is None or self._compression.measurement is None:
+            raise RuntimeError("nothing is measured: create the state with a wire and measure=20")
+        return self._compression.measurement
 
     def discard_step(self) -> None:
         """The gradients of the last synchronised pass are not used. Passes with an inf or a NaN in

@@ -22,6 +22,13 @@ def pays(parameter: nn.Parameter, rank: int) -> bool:
     return rank * (rows + parameter.numel() // rows) < parameter.numel()
 
 
+def sent_bytes(parameter: nn.Parameter, rank: int) -> int:
+    """What a rank sends of one in a step, about: both factors are reduced, and the left one is sent
+    out once more."""
+    rows = parameter.shape[0]
+    return 4 * rank * (3 * rows + 2 * (parameter.numel() // rows))
+
+
 def all_reduce(
     communicator: Communicator, gradient: Tensor, rank: int, start: Tensor | None, name: str
 ) -> tuple[Tensor, Tensor | None]:
