@@ -71,11 +71,17 @@ def ours(ddp: DistributedDataParallel) -> fastreduce.HookState:
     return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS)
 
 
-def over(wire: Wire) -> Averaging:
+def over(wire: Wire, warmup_steps: int) -> Averaging:
     """fastreduce with a wire format."""
 
     def average(ddp: DistributedDataParallel) -> fastreduce.HookState:
-        return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS, wire=wire, wire_min_bytes=0)
+        return fastreduce.attach(
+            ddp,
+            timeout=TIMEOUT_SECONDS,
+            wire=wire,
+            warmup_steps=warmup_steps,
+            wire_min_bytes=0,
+        )
 
     return average
 
@@ -94,6 +100,9 @@ WIRES: dict[str, tuple[str | None, Wire]] = {
     "randomk": (None, Wire("randomk", k=0.01)),
     "lowrank": (None, Wire("lowrank", rank=2)),
 }
+# The same after so many steps in fp32.
+WARM_UP = 100
+WARM = ("onebit", "topk")
 
 VARIANTS = [
     Variant(FP32, None, no_hook),
@@ -103,10 +112,11 @@ VARIANTS = [
     Variant("torch_powersgd", True, torch_powersgd),
     *(
         Variant(
-            name, feedback, over(replace(wire, feedback=feedback)), target if feedback else None
+            name, feedback, over(replace(wire, feedback=feedback), 0), target if feedback else None
         )
         for name, (target, wire) in WIRES.items()
         for feedback in (True, False)
     ),
+    *(Variant(f"{name}_warm", True, over(WIRES[name][1], WARM_UP)) for name in WARM),
 ]
 FORMATS = list(dict.fromkeys(variant.format for variant in VARIANTS))
