@@ -231,11 +231,13 @@ PYBIND11_MODULE(_C, m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "select",
-          [](const WireCoding& self, bool random, std::uint64_t k, float threshold, Address to) {
+          [](const WireCoding& self, bool random, std::uint64_t k, float threshold,
+             std::uint32_t expected, Address to) {
             const Selection selection{random, k, magnitude_of(threshold)};
-            kernels().select(self.coding(), selection, reinterpret_cast<char*>(to));
+            return kernels().select(self.coding(), selection, expected,
+                                    reinterpret_cast<char*>(to));
           },
-          py::arg("random"), py::arg("k"), py::arg("threshold"), py::arg("to"),
+          py::arg("random"), py::arg("k"), py::arg("threshold"), py::arg("expected"), py::arg("to"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "combine",

@@ -102,7 +102,7 @@ struct Kernels {
   void (*reduce)(const Coding&, const char* const* from, char* to);
   void (*decode)(const Coding&, int chunk, const char* from);
   // See topk.h.
-  void (*select)(const Coding&, const Selection&, char* to);
+  std::uint32_t (*select)(const Coding&, const Selection&, std::uint32_t expected, char* to);
   void (*combine)(const Coding&, const char* const* from);
 };
 

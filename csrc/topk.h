@@ -36,12 +36,17 @@ FR_FN std::size_t selection_bytes(std::uint64_t k) { return sizeof(Header) + k *
 
 inline namespace FR_ISA {
 
-// Walks the spans in tiles: visit(span, index of its first element, begin, n, values, keys). Of two
-// elements the one with the larger key is chosen first.
+// An element that may be sent. Of two the one with the larger key is chosen first.
+struct Candidate {
+  std::uint32_t key;
+  Entry entry;
+};
+
+// Calls visit(span, index of its first element, begin, n, values, keys) for the spans' tiles.
 template <class Visit>
 void each_tile(const Coding& coding, const Selection& selection, const Visit& visit) {
   HostTeam team;
-  std::vector<std::uint32_t> keys(kMostOfRun);
+  alignas(64) std::uint32_t keys[kMostOfRun];
   std::uint32_t index = 0;
   for (std::size_t s = 0; s < coding.plan.spans; ++s) {
     const Span& span = coding.plan.span[s];
@@ -57,76 +62,105 @@ void each_tile(const Coding& coding, const Selection& selection, const Visit& vi
         } else {
           for (std::size_t i = 0; i < n; ++i) keys[i] = magnitude_of(values(i));
         }
-        visit(s, index, begin, n, values, static_cast<const std::uint32_t*>(keys.data()));
+        visit(s, index, begin, n, values, static_cast<const std::uint32_t*>(keys));
       }
     }
     index += static_cast<std::uint32_t>(span.count);
   }
 }
 
-// Writes a message of selection_bytes(k) bytes, and what is not sent into the new residuals.
-inline void select(const Coding& coding, const Selection& selection, char* message) {
-  // Keys have 31 bits. First how many there are of every upper 11, then those alone among which the
-  // last one to be chosen is.
-  constexpr int kLow = 20;
-  std::vector<std::uint64_t> count(1u << (31 - kLow));
-  std::uint32_t most = 0;
+// A key from which on there are at least k, if there are so many, and not many more.
+inline std::uint32_t key_for(const Coding& coding, const Selection& selection) {
+  constexpr int kLow = 16;  // of 31 bits
+  std::vector<std::uint32_t> count(1u << (31 - kLow));
   each_tile(coding, selection,
-            [&](std::size_t, std::uint32_t, std::size_t, std::size_t n, HostTeam::Tile values,
+            [&](std::size_t, std::uint32_t, std::size_t, std::size_t n, HostTeam::Tile,
                 const std::uint32_t* keys) {
               for (std::size_t i = 0; i < n; ++i) ++count[keys[i] >> kLow];
-              most = std::max(
-                  most, HostTeam::max(n, [&](std::size_t i) { return magnitude_of(values(i)); }));
             });
   std::uint64_t above = 0;
   std::size_t bin = count.size();
-  while (bin != 0 && above + count[bin - 1] <= selection.k) above += count[--bin];
-  std::uint32_t least = 0;     // keys from here on are chosen
-  std::uint64_t ties = ~0ull;  // of those that equal it, so many
-  if (bin != 0) {
-    --bin;
-    std::vector<std::uint32_t> here;
-    here.reserve(count[bin]);
-    each_tile(coding, selection,
-              [&](std::size_t, std::uint32_t, std::size_t, std::size_t n, HostTeam::Tile,
-                  const std::uint32_t* keys) {
-                for (std::size_t i = 0; i < n; ++i)
-                  if (keys[i] >> kLow == bin) here.push_back(keys[i]);
-              });
-    const std::uint64_t left = selection.k - above;
-    if (left == 0) {
-      least = static_cast<std::uint32_t>((bin + 1) << kLow);
-    } else {
-      std::nth_element(here.begin(), here.begin() + (left - 1), here.end(), std::greater<>());
-      least = here[left - 1];
-      ties = left;
-      for (std::uint64_t i = 0; i < left; ++i) ties -= here[i] > least;
-    }
-  }
-  const bool finite = most < kInfinity;
-  auto* entry = reinterpret_cast<Entry*>(message + sizeof(Header));
-  Entry* const first = entry;
+  while (bin != 0 && above < selection.k) above += count[--bin];
+  return static_cast<std::uint32_t>(bin << kLow);
+}
+
+// The candidates with keys from `least` on, by index. All values become the new residuals, and
+// `most` the largest magnitude.
+inline std::vector<Candidate> candidates_from(const Coding& coding, const Selection& selection,
+                                              std::uint32_t least, std::uint32_t* most) {
+  std::vector<Candidate> found;
+  std::size_t count = 0;
   each_tile(coding, selection,
             [&](std::size_t s, std::uint32_t index, std::size_t begin, std::size_t n,
                 HostTeam::Tile values, const std::uint32_t* keys) {
-              auto* const kept = static_cast<float*>(coding.residuals[s].sent_next);
-              for (std::size_t i = 0; i < n; ++i) {
-                const float value = values(i);
-                bool sent = keys[i] >= least && magnitude_of(value) >= selection.threshold;
-                if (sent && keys[i] == least) sent = ties != 0 && ties-- != 0;
-                if (sent) *entry++ = {static_cast<std::uint32_t>(index + begin + i), value};
-                if (kept != nullptr) kept[begin + i] = sent ? 0.0f : value;
+              if (found.size() < count + n) found.resize(2 * (count + n));
+              Candidate* const to = found.data();
+              const auto first = static_cast<std::uint32_t>(index + begin);
+              std::size_t next = count;
+              for (std::size_t i = 0; i < n; ++i) {  // every one is written, few stay
+                to[next] = {keys[i], {static_cast<std::uint32_t>(first + i), values(i)}};
+                next += keys[i] >= least;
               }
+              count = next;
+              *most = std::max(
+                  *most, HostTeam::max(n, [&](std::size_t i) { return magnitude_of(values(i)); }));
+              auto* const kept = static_cast<float*>(coding.residuals[s].sent_next);
+              if (kept != nullptr) std::memcpy(kept + begin, values.at, n * sizeof(float));
             });
-  for (std::size_t s = 0; s < coding.plan.spans; ++s) {
-    const Residuals& residuals = coding.residuals[s];
-    if (coding.absent != nullptr && coding.absent[s] != 0 && residuals.sent != nullptr)
-      HostTeam::carry(residuals.sent_next, residuals.sent, 0, coding.plan.span[s].count,
+  found.resize(count);
+  return found;
+}
+
+// Writes a message of selection_bytes(k) bytes, and what is not sent into the new residuals.
+// `expected` is a key from which on there may be k, or 0; what it is the next time is returned.
+inline std::uint32_t select(const Coding& coding, const Selection& selection,
+                            std::uint32_t expected, char* message) {
+  // Below the one of the last time: magnitudes fall.
+  constexpr std::uint32_t kMargin = 1u << 21;
+  const std::uint32_t lowest = selection.random ? 0 : selection.threshold;
+  std::uint32_t most = 0;
+  std::uint32_t from = expected > kMargin ? expected - kMargin : 0;
+  std::vector<Candidate> found;
+  if (expected != 0) found = candidates_from(coding, selection, std::max(from, lowest), &most);
+  if (expected == 0 || (found.size() < selection.k && from > lowest)) {
+    from = key_for(coding, selection);
+    found = candidates_from(coding, selection, std::max(from, lowest), &most);
+  }
+
+  std::uint32_t least = 0;
+  std::uint64_t ties = ~0ull;  // so many of those with this very key
+  if (found.size() > selection.k) {
+    std::vector<std::uint32_t> keys;
+    for (const Candidate& each : found) keys.push_back(each.key);
+    const auto last = keys.begin() + (selection.k - 1);
+    std::nth_element(keys.begin(), last, keys.end(), std::greater<>());
+    least = *last;
+    ties = selection.k - std::count_if(keys.begin(), last, [=](auto key) { return key > least; });
+  }
+
+  auto* entry = reinterpret_cast<Entry*>(message + sizeof(Header));
+  Entry* const first = entry;
+  std::size_t s = 0;
+  std::uint64_t before = 0;
+  for (const Candidate& each : found) {
+    if (each.key < least || (each.key == least && ties == 0)) continue;
+    if (each.key == least) --ties;
+    *entry++ = each.entry;
+    for (; each.entry.index >= before + coding.plan.span[s].count; ++s)
+      before += coding.plan.span[s].count;
+    auto* const kept = static_cast<float*>(coding.residuals[s].sent_next);
+    if (kept != nullptr) kept[each.entry.index - before] = 0;
+  }
+  for (std::size_t k = 0; k < coding.plan.spans; ++k) {
+    const Residuals& residuals = coding.residuals[k];
+    if (coding.absent != nullptr && coding.absent[k] != 0 && residuals.sent != nullptr)
+      HostTeam::carry(residuals.sent_next, residuals.sent, 0, coding.plan.span[k].count,
                       DType::float32);
   }
-  const Header header{static_cast<std::uint32_t>(entry - first), finite ? 1u : 0u};
+  const Header header{static_cast<std::uint32_t>(entry - first), most < kInfinity ? 1u : 0u};
   std::memcpy(message, &header, sizeof header);
   for (; entry != first + selection.k; ++entry) *entry = {0, 0};
+  return found.size() > selection.k ? least : std::max({from, lowest, 1u});
 }
 
 // The gradient becomes the mean over the ranks of what they have sent. Missing elements are 0.

@@ -152,12 +152,15 @@ class _Selected(_Part):
         self.k = wire.chosen(count)
         self.checksum ^= zlib.crc32(repr((wire, self.k)).encode())
         self.message_bytes = 8 + 8 * self.k
+        self._expected = 0  # by which the kernel begins to look; its choice does not depend on it
 
     def select(self, coding: _C.WireCoding, message: Tensor) -> None:
         """Writes this rank's."""
         wire = self.sections[0].wire
         threshold = wire.threshold if wire.format == "threshold" else 0.0
-        coding.select(wire.format == "randomk", self.k, threshold, message.data_ptr())
+        random = wire.format == "randomk"
+        at = message.data_ptr()
+        self._expected = coding.select(random, self.k, threshold, self._expected, at)
 
     def sent_bytes(self, rank: int) -> int:
         return (len(self.sizes) - 1) * self.message_bytes

@@ -94,7 +94,10 @@ def needs_hosts() -> None:
 def test_hosts(tmp_path):
     needs_hosts()
     figures = tmp_path / "figures.json"
-    variants = ["torch-bf16", "torch-fp16", "torch-powersgd-1", "fastreduce"]
+    ours = {"fastreduce": 4, "fastreduce-bf16": 2, "fastreduce-int8": 1 + 4 / 128}
+    ours |= {"fastreduce-int4": 1 / 2 + 4 / 128}
+    peers = {"gloo": 4, "torch-bf16": 2, "torch-fp16": 2}
+    variants = [*ours, "torch-bf16", "torch-fp16", "torch-powersgd-1"]
     options = ["--rates", "100mbit", "--model", "digits", "--steps", 2, "--json", figures]
     text = run("benchmarks.hosts", "--variants", *variants, *options)
     assert "of gloo" in text and "payload" in text
@@ -104,7 +107,7 @@ def test_hosts(tmp_path):
     # The limit holds, both ways at once, and the bytes are those of the formats.
     assert 0.2 * 100e6 < 8 * result["link_bytes_per_second"] < 100e6
     assert result["seconds"]["gloo"] > 4 * 151_306 * 8 / 100e6 - 0.01  # but for a burst
-    for name, nbytes in {"gloo": 4, "torch-bf16": 2, "torch-fp16": 2, "fastreduce": 4}.items():
+    for name, nbytes in (peers | ours).items():
         payload = result["payload_bytes_per_element"][name]
         assert result["nominal_bytes_per_element"][name] == nbytes
         assert nbytes <= payload < 1.02 * nbytes

@@ -445,6 +445,7 @@ def test_selected_bits_of_the_reference(wire, dtype):
     k = wire.chosen(total)
     words = None
     sent = [torch.zeros(total) for _ in range(ranks)]
+    expected_key = [0, 1 << 30, 2**31 - 1]  # wrong ones cost time only
     generator = torch.Generator().manual_seed(1)
     for step in range(3):
         gradients = [torch.randn(total, generator=generator).to(dtype) for _ in range(ranks)]
@@ -477,7 +478,9 @@ def test_selected_bits_of_the_reference(wire, dtype):
                 step,
             )
             message = torch.full((8 + 8 * k + 8,), 99, dtype=torch.uint8)
-            coding.select(wire.format == "randomk", k, threshold, message.data_ptr())
+            expected_key[rank] = coding.select(
+                wire.format == "randomk", k, threshold, expected_key[rank], message.data_ptr()
+            )
             assert (message[-8:] == 99).all()
             assert message[:4].view(torch.int32).item() == k or wire.format == "threshold"
             codings.append(coding)

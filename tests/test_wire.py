@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import Lines, same_bits
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
@@ -566,3 +567,34 @@ def measured(way: str, wire: Any) -> tuple[str, list[str]]:
 def test_measuring_ends_in_a_verdict(pool, way, wire):
     for verdict, told in pool(2).run(ignoring_state, measured, way, wire):
         assert len(told) == 1 and told[0].endswith(verdict)
+
+
+def after_an_inf() -> list[bool]:
+    """Whether gradients are finite in the steps after one with an inf: by torch's PowerSGD hook,
+    and by ours."""
+    rank = dist.get_rank()
+    finite = []
+    for own in (False, True):
+        ddp = DistributedDataParallel(build(), bucket_cap_mb=0.1)
+        if own:
+            state = attach("shared memory", ddp, wire=Wire("lowrank", rank=1))
+        else:
+            power = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+            ddp.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
+        for step in range(8):
+            loss = loss_of(ddp, step, rank)
+            if step == 5 and rank == 1:
+                loss = loss + ddp.module.first.weight.sum() * float("inf")
+            loss.backward()
+            good = all(p.grad.isfinite().all() for p in ddp.parameters())
+            assert good == (step != 5) or step > 5
+            for parameter in ddp.parameters():
+                parameter.grad = None
+        finite.append(good)
+    state.close()
+    return finite
+
+
+def test_an_inf_does_not_stay_as_it_does_elsewhere(pool):
+    """The other hook shows that the test can fail: there an inf stays in the residuals for ever."""
+    assert pool(2).run(ignoring_state, after_an_inf) == [[False, True]] * 2
