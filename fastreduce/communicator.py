@@ -362,6 +362,7 @@ class Communicator:
         *,
         scale: float,
         weight: weights.Weight | None,
+        totals: list[float],
         here: bool,
         done: Done | None,
     ) -> Future[Tensor]:
@@ -374,6 +375,7 @@ class Communicator:
                 memory find by themselves).
             settle: called with that, once the call has succeeded.
             scale, weight, done: as for :meth:`all_reduce`.
+            totals: one list for all calls with these ranks' weights, empty at first.
             here: run in this thread, if ranks share memory.
         """
         future: Future[Tensor] = Future()
@@ -381,7 +383,7 @@ class Communicator:
         if self._core is None:
             exchange = self.exchange()
             exchange.all_reduce(
-                future, tensor, layout, coding, settle, scale, weight, self._errors, done
+                future, tensor, layout, coding, settle, scale, weight, totals, self._errors, done
             )
             return future
         self._core.refuse_child()

@@ -226,6 +226,9 @@ class Compression:
         self._next_starts: dict[str, Tensor] = {}
         self._entered: list[_Section] = []  # of the pass under way
         self._turned: list[tuple[Residual, bool]] = []  # of the last one, and what they held before
+        # The sum of the ranks' weights in the pass under way, as the two ways find it.
+        self._totals: list[float] = []
+        self._chosen_totals: list[float] = []
         self._lock = threading.Lock()
 
     def connect(self, communicator: Communicator) -> None:
@@ -243,6 +246,7 @@ class Compression:
         self._entered = []
         self._turned = []
         self._next_starts = {}
+        self._totals, self._chosen_totals = [], []
 
     def layout(
         self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
@@ -389,10 +393,13 @@ class Compression:
         done: Done | None,
     ) -> Future[Tensor]:
         ends: list[Future[Tensor]] = []
-        total = factor = 1.0
+        ranks = self._communicator.world_size
+        total = float(ranks)
         if weight is not None and (bucket.selected or bucket.factored):
-            total = self._communicator.total(weight)
-            factor = scale * self._communicator.world_size / total if total else 0.0
+            if not self._chosen_totals:
+                self._chosen_totals.append(self._communicator.total(weight))
+            total = self._chosen_totals[0]
+        factor = scale * ranks / total if total else 0.0
         for each in bucket.factored:
             self._factor(each, buffer, factor, absent)
         for part in bucket.selected:
@@ -417,6 +424,7 @@ class Compression:
                     partial(self._settle, encoded),
                     scale=scale,
                     weight=weight,
+                    totals=self._totals,
                     here=here,
                     done=done,
                 )

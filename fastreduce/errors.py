@@ -108,8 +108,8 @@ def from_record(
         counters = (_value(name, expected), _value(name, seen))
         if name == "shape":
             difference = (
-                f"ranks 0 and {peer} have tensors of one size but of another shape (or of dtypes "
-                "that no reduction knows)"
+                f"ranks 0 and {peer} have tensors of one size but of another shape, or in other "
+                "wire formats (or of dtypes that no reduction knows)"
             )
         elif name == "weight":
             difference = f"rank {peer} gives {'a' if seen else 'no'} weight, others do otherwise"

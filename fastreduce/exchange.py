@@ -109,6 +109,8 @@ class Exchange:
         """Ends what is under way, or, without ``drain``, leaves it: its peers may never come."""
         if not drain:
             for group in (self._out, self._back):
+                if not hasattr(group, "abort"):  # of an older torch
+                    return
                 group.abort()
         self._going.close()
         self._coming.close()
@@ -123,17 +125,22 @@ class Exchange:
         settle: Callable[[_C.WireCoding], None],
         scale: float,
         weight: Weight | None,
+        totals: list[float],
         errors: list[Exception],
         done: Done | None,
     ) -> None:
         """``tensor`` becomes the mean; then ``settle`` is called, and ``future`` is completed. An
-        exception is also added to ``errors``, and is what all later calls end with."""
-
+        exception is also added to ``errors``, and ends all later calls. ``totals`` takes the sum of
+        the ranks' weights, if it is empty: calls that share it find it once."""
         guarded = partial(self._guarded, future, errors)
 
         def go() -> None:
             self._agree(layout)
-            total = float(self.world_size) if weight is None else self._total(weight)
+            total = float(self.world_size)
+            if weight is not None:
+                if not totals:
+                    totals.append(self._total(weight))
+                total = totals[0]
             used = coding(scale * self.world_size / total if total else 0.0)
             own = layout.sizes[self.rank]
             sent = layout.memory("sent", layout.sizes)
