@@ -122,10 +122,16 @@ class HostTeam {
   template <class R>
   auto words(const Noise& noise, std::size_t begin, std::size_t n) {
     if constexpr (R::kRandom) {
-      for (std::size_t i = 0; i < n; i += 4) {
-        const Philox four = noise.four(begin + i);
-        for (std::size_t k = 0; k < 4; ++k) words_[i + k] = four.word[k];
+      alignas(64) std::uint32_t part[4][kMostOfRun / 4];
+      const Noise own = noise;
+      const std::size_t fours = (n + 3) / 4;
+      FR_INDEPENDENT
+      for (std::size_t c = 0; c < fours; ++c) {
+        const Philox four = own.four(begin + 4 * c);
+        for (int k = 0; k < 4; ++k) part[k][c] = four.word[k];
       }
+      for (std::size_t c = 0; c < fours; ++c)
+        for (int k = 0; k < 4; ++k) words_[4 * c + k] = part[k][c];
       return Words{words_};
     } else {
       return NoWords{};
