@@ -1,11 +1,9 @@
 // Python bindings: pointers, counts and enum numbers in; nothing is decided here.
 #include "bindings.h"
 
-#include <algorithm>
-#include <tuple>
-
 #include "host_communicator.h"
 #include "topk.h"
+#include "wire_tables.h"
 
 namespace {
 
@@ -71,52 +69,15 @@ class Allocation {
   int id_ = -1;
 };
 
-// A Plan and what it points to.
-class WirePlan {
- public:
-  // Of every span: offset, count, key, format, whether it is rounded stochastically, elements of a
-  // run.
-  using Row = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t, int, bool, std::size_t>;
-
-  WirePlan(int world, const std::vector<Row>& spans) {
-    if (world < 1 || world > kMostSenders)
-      throw std::invalid_argument("ranks: expected 1 to " + std::to_string(kMostSenders) +
-                                  ", got " + std::to_string(world));
-    for (const auto& [offset, count, key, format, stochastic, run] : spans) {
-      if (run < 4 || run > kMostOfRun || run % 4 != 0)
-        throw std::invalid_argument("run: expected 4 to " + std::to_string(kMostOfRun) +
-                                    " elements, a multiple of 4, got " + std::to_string(run));
-      if (format < 0 || format >= kFormats) throw std::invalid_argument("format: unknown");
-      spans_.push_back({offset, count, key, static_cast<Format>(format), stochastic,
-                        static_cast<std::uint16_t>(run)});
-      plan_.record = std::max(plan_.record, spans_.back().record());
-    }
-    plan_.world = world;
-    plan_.spans = spans_.size();
-    plan_.span = spans_.data();
-    parts_ = parts_of(plan_);
-    plan_.part = parts_.data();
-  }
-  WirePlan(const WirePlan&) = delete;
-  WirePlan& operator=(const WirePlan&) = delete;
-
-  const Plan& plan() const { return plan_; }
-
- private:
-  std::vector<Span> spans_;
-  std::vector<Part> parts_;
-  Plan plan_;
-};
-
 // A Coding and what it points to. `residuals` is the address of 4 pointers for every span, `absent`
 // of a byte for each, or 0.
 class WireCoding {
  public:
-  WireCoding(std::shared_ptr<WirePlan> plan, Address gradient, int dtype, int rank, double factor,
+  WireCoding(std::shared_ptr<PlanTables> plan, Address gradient, int dtype, int rank, double factor,
              Address residuals, int residual_dtype, Address absent, std::uint64_t seed,
              std::uint32_t step)
       : plan_(std::move(plan)), residuals_(plan_->plan().spans) {
-    coding_.plan = plan_->plan();
+    coding_ = coding_of(plan_->plan(), gradient, dtype, rank, factor, residual_dtype, seed, step);
     if (residuals != 0)
       std::memcpy(residuals_.data(), reinterpret_cast<const void*>(residuals),
                   residuals_.size() * sizeof(Residuals));
@@ -126,13 +87,6 @@ class WireCoding {
       absent_.assign(first, first + coding_.plan.spans);
       coding_.absent = absent_.data();
     }
-    coding_.residual_dtype = static_cast<DType>(residual_dtype);
-    coding_.dtype = static_cast<DType>(dtype);
-    coding_.gradient = reinterpret_cast<void*>(gradient);
-    coding_.rank = rank;
-    coding_.factor = static_cast<float>(factor);
-    coding_.seed = seed;
-    coding_.step = step;
     coding_.finite = &finite_;
   }
   WireCoding(const WireCoding&) = delete;
@@ -148,7 +102,7 @@ class WireCoding {
   bool finite() const { return load_acquire(&finite_) != 0; }
 
  private:
-  std::shared_ptr<WirePlan> plan_;
+  std::shared_ptr<PlanTables> plan_;
   std::vector<Residuals> residuals_;
   std::vector<std::uint8_t> absent_;
   std::uint32_t finite_ = 1;
@@ -195,13 +149,13 @@ PYBIND11_MODULE(_C, m) {
   define_bucket("pack", &Kernels::pack);
   define_bucket("unpack", &Kernels::unpack);
 
-  py::class_<WirePlan, std::shared_ptr<WirePlan>>(m, "WirePlan")
-      .def(py::init<int, const std::vector<WirePlan::Row>&>(), py::arg("world"), py::arg("spans"))
+  py::class_<PlanTables, std::shared_ptr<PlanTables>>(m, "WirePlan")
+      .def(py::init<int, const std::vector<PlanTables::Row>&>(), py::arg("world"), py::arg("spans"))
       .def("message_bytes",
-           [](const WirePlan& self, int chunk) { return self.plan().bytes(chunk); });
+           [](const PlanTables& self, int chunk) { return self.plan().bytes(chunk); });
 
   py::class_<WireCoding, std::shared_ptr<WireCoding>>(m, "WireCoding")
-      .def(py::init<std::shared_ptr<WirePlan>, Address, int, int, double, Address, int, Address,
+      .def(py::init<std::shared_ptr<PlanTables>, Address, int, int, double, Address, int, Address,
                     std::uint64_t, std::uint32_t>(),
            py::arg("plan"), py::arg("gradient"), py::arg("dtype"), py::arg("rank"),
            py::arg("factor"), py::arg("residuals"), py::arg("residual_dtype"), py::arg("absent"),

@@ -1,8 +1,7 @@
 // Wire formats: what a run of at most kMostOfRun floats becomes on its way between ranks, and back.
 //
 //   record   what a run is encoded as: a scale (float), where the format has one, then its
-//   elements,
-//            padded to 4 bytes
+//            elements, padded to 4 bytes
 //   plane    a run of n elements is cut into kPlanes stretches of `units` elements; unit j of the
 //            record holds element j of every plane. So loops over j touch neighbours, for formats
 //            of several elements to the byte, too.
@@ -18,7 +17,9 @@
 // of -0 says that a rank had nothing to send (not even what it had kept back), and so do elements
 // that are all -0 where there is no scale.
 //
-// A Team is the threads that share a run: lane(), lanes(), sync(), all(bool), max(), sum().
+// A Team is the threads that share a run: lane(), lanes(), sync(), all(bool), max(), sum(). It
+// counts elements in its Index, and says with kUnrolls whether a unit's planes are to be handled at
+// once.
 #pragma once
 
 #include "element.h"
@@ -231,8 +232,9 @@ struct CodecOneBit : Scaled {
 };
 
 // visit(codec{}) for a format's.
+FR_EITHER
 template <class Visit>
-FR_BLOCK FR_INLINE auto visit_format(Format format, const Visit& visit) {
+FR_FN auto visit_format(Format format, const Visit& visit) {
   switch (format) {
     case Format::bf16:
       return visit(CodecBf16{});
@@ -279,20 +281,40 @@ FR_FN auto units_in(const char* record) {
   return reinterpret_cast<const typename C::Unit*>(record + (C::kScaled ? sizeof(float) : 0));
 }
 
+// Records begin on 4 bytes.
 FR_FN float scale_in(const char* record) {
   float scale;
-  std::memcpy(&scale, record, sizeof scale);
+  std::memcpy(&scale, __builtin_assume_aligned(record, sizeof scale), sizeof scale);
   return scale;
+}
+
+FR_FN void put_word(char* record, std::size_t k, std::uint32_t word) {
+  std::memcpy(__builtin_assume_aligned(record + 4 * k, sizeof word), &word, sizeof word);
+}
+
+// Where element i of a record of n lies: which of a unit's, and in which unit.
+struct Place {
+  std::uint32_t plane;
+  std::uint32_t unit;
+};
+
+template <class C>
+FR_FN Place place_of(std::size_t n, std::size_t i) {
+  const auto at = static_cast<std::uint32_t>(i);  // a run is short, and this division then cheap
+  if constexpr (C::kPlanes == 1) return {0, at};
+  const auto units = static_cast<std::uint32_t>(units_of<C>(n));
+  const std::uint32_t plane = at / units;
+  return {plane, at - plane * units};
 }
 
 // The scale of the run value(0) ... value(n - 1); NaN if one of them is no number or infinite.
 template <class C, class Team, class Value>
-FR_BLOCK float scale_of(Team& team, std::size_t n, const Value& value) {
-  const std::uint32_t most = team.max(n, [&](std::size_t i) { return magnitude_of(value(i)); });
+FR_BLOCK float scale_of(Team& team, typename Team::Index n, const Value& value) {
+  using Index = typename Team::Index;
+  const std::uint32_t most = team.max(n, [&](Index i) { return magnitude_of(value(i)); });
   if (most >= kInfinity) return bits_float(kNan);
   if constexpr (C::kMean) {
-    const float total =
-        team.sum(n, [&](std::size_t i) { return bits_float(magnitude_of(value(i))); });
+    const float total = team.sum(n, [&](Index i) { return bits_float(magnitude_of(value(i))); });
     const float mean = total / static_cast<float>(static_cast<std::int32_t>(n));
     return bits_float(least(float_bits(mean), kInfinity - 1));
   } else {
@@ -305,25 +327,26 @@ FR_BLOCK float scale_of(Team& team, std::size_t n, const Value& value) {
 // Encodes value(0) ... value(n - 1); word(i) is element i's random word. What was said of a team's
 // record is to be read after sync() only.
 template <class C, class R, class Team, class Value, class Word>
-FR_BLOCK void encode(Team& team, char* record, std::size_t n, const Value& values,
+FR_BLOCK void encode(Team& team, char* record, typename Team::Index n, const Value& values,
                      const Word& words) {
   const Value value = values;  // a copy: no store of a byte can change it
   const Word word = words;
   using Unit = typename C::Unit;
+  using Index = typename Team::Index;
   Unit* const unit = units_in<C>(record);
-  const std::size_t units = units_of<C>(n);
+  const Index units = static_cast<Index>(units_of<C>(n));
   if constexpr (!C::kScaled) {
     FR_INDEPENDENT
-    for (std::size_t j = team.lane(); j < n; j += team.lanes())
+    for (Index j = team.lane(); j < n; j += team.lanes())
       unit[j] = C::template code<R>(value(j), word(j));
   } else {
     const float scale = scale_of<C>(team, n, value);
-    if (team.lane() == 0) std::memcpy(record, &scale, sizeof scale);
+    if (team.lane() == 0) put_word(record, 0, float_bits(scale));
     if (!(scale > 0)) {  // zeros, too small for a scale, or no numbers
-      for (std::size_t j = team.lane(); j < units; j += team.lanes()) unit[j] = 0;
-    } else if (n == units * C::kPlanes) {
+      for (Index j = team.lane(); j < units; j += team.lanes()) unit[j] = 0;
+    } else if (Team::kUnrolls && n == units * C::kPlanes) {
       FR_INDEPENDENT
-      for (std::size_t j = team.lane(); j < units; j += team.lanes()) {
+      for (Index j = team.lane(); j < units; j += team.lanes()) {
         std::uint32_t codes = 0;
         FR_UNROLL
         for (int b = 0; b < C::kPlanes; ++b)
@@ -333,8 +356,9 @@ FR_BLOCK void encode(Team& team, char* record, std::size_t n, const Value& value
         unit[j] = static_cast<Unit>(codes);
       }
     } else {
-      for (std::size_t j = team.lane(); j < units; j += team.lanes()) {
+      for (Index j = team.lane(); j < units; j += team.lanes()) {
         std::uint32_t codes = 0;
+        FR_ROLLED
         for (int b = 0; b < C::kPlanes && b * units + j < n; ++b)
           codes |= C::template code<R>(value(b * units + j) / (C::kMean ? 1.0f : scale),
                                        word(b * units + j))
@@ -343,39 +367,39 @@ FR_BLOCK void encode(Team& team, char* record, std::size_t n, const Value& value
       }
     }
   }
-  const std::size_t padded = (units * sizeof(Unit) + 3) / 4 * 4 / sizeof(Unit);
-  for (std::size_t j = units + team.lane(); j < padded; j += team.lanes()) unit[j] = 0;
+  const Index padded = (units * sizeof(Unit) + 3) / 4 * 4 / sizeof(Unit);
+  for (Index j = units + team.lane(); j < padded; j += team.lanes()) unit[j] = 0;
 }
 
-// Element i of a record of n.
+// One element of a record.
 template <class C>
-FR_FN float decoded(const char* record, std::size_t n, std::size_t i) {
+FR_FN float decoded(const char* record, Place at) {
   const auto* const unit = units_in<C>(record);
   if constexpr (!C::kScaled) {
-    return C::value(unit[i]);
+    return C::value(unit[at.unit]);
   } else {
-    const std::size_t units = units_of<C>(n);
-    const std::size_t b = i / units;
-    const std::uint32_t code = unit[i - b * units] >> (b * C::kBits) & ((1u << C::kBits) - 1);
+    const std::uint32_t code = unit[at.unit] >> (at.plane * C::kBits) & ((1u << C::kBits) - 1);
     return C::value(code) * scale_in(record);
   }
 }
 
 // store(i, element i) for every element that is this lane's.
 template <class C, class Team, class Store>
-FR_BLOCK void decode(Team& team, const char* record, std::size_t n, const Store& store) {
+FR_BLOCK void decode(Team& team, const char* record, typename Team::Index n, const Store& store) {
+  using Index = typename Team::Index;
   const auto* const unit = units_in<C>(record);
   if constexpr (!C::kScaled) {
     FR_INDEPENDENT
-    for (std::size_t j = team.lane(); j < n; j += team.lanes()) store(j, C::value(unit[j]));
+    for (Index j = team.lane(); j < n; j += team.lanes()) store(j, C::value(unit[j]));
   } else {
     const float scale = scale_in(record);
-    const std::size_t units = units_of<C>(n);
+    const Index units = static_cast<Index>(units_of<C>(n));
+    FR_ROLLED
     for (int b = 0; b < C::kPlanes; ++b) {
-      const std::size_t begin = b * units;
-      const std::size_t here = begin >= n ? 0 : n - begin < units ? n - begin : units;
+      const Index begin = b * units;
+      const Index here = begin >= n ? 0 : n - begin < units ? n - begin : units;
       FR_INDEPENDENT
-      for (std::size_t j = team.lane(); j < here; j += team.lanes()) {
+      for (Index j = team.lane(); j < here; j += team.lanes()) {
         const std::uint32_t code = unit[j] >> (b * C::kBits) & ((1u << C::kBits) - 1);
         store(begin + j, C::value(code) * scale);
       }
@@ -385,24 +409,26 @@ FR_BLOCK void decode(Team& team, const char* record, std::size_t n, const Store&
 
 // A record that says that there is nothing, see above.
 template <class C, class Team>
-FR_BLOCK void encode_absent(Team& team, char* record, std::size_t n) {
-  const std::size_t words = record_bytes<C>(n) / 4;
-  for (std::size_t k = team.lane(); k < words; k += team.lanes()) {
+FR_BLOCK void encode_absent(Team& team, char* record, typename Team::Index n) {
+  using Index = typename Team::Index;
+  const Index words = record_bytes<C>(n) / 4;
+  for (Index k = team.lane(); k < words; k += team.lanes()) {
     std::uint32_t word = 0;
     if (C::kScaled)
       word = k == 0 ? kNegativeZero : 0;
     else
       word = sizeof(typename C::Unit) == 4 ? kNegativeZero : 2 * k + 1 < n ? 0x80008000u : 0x8000u;
-    std::memcpy(record + 4 * k, &word, sizeof word);
+    put_word(record, k, word);
   }
 }
 
 template <class C, class Team>
-FR_BLOCK bool is_absent(Team& team, const char* record, std::size_t n) {
+FR_BLOCK bool is_absent(Team& team, const char* record, typename Team::Index n) {
+  using Index = typename Team::Index;
   if constexpr (C::kScaled) return float_bits(scale_in(record)) == kNegativeZero;
   const auto* const unit = units_in<C>(record);
   bool absent = true;
-  for (std::size_t j = team.lane(); j < n && absent; j += team.lanes())
+  for (Index j = team.lane(); j < n && absent; j += team.lanes())
     absent = float_bits(C::value(unit[j])) == kNegativeZero;
   return team.all(absent);
 }

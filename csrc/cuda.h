@@ -8,6 +8,7 @@
 
 #include "bucket.h"
 #include "run.h"
+#include "wire.h"
 
 namespace fastreduce {
 
@@ -49,6 +50,21 @@ struct Launch {
   std::uint64_t timeout_ns = 0;
 };
 
+// What is done with the messages of a buffer in a wire format.
+enum class WireStep { encode, reduce, decode };
+
+// All tables are in the device's memory.
+struct WireLaunch {
+  WireStep step = WireStep::encode;
+  Coding coding;
+  const Part* messages = nullptr;  // messages_of() the plan
+  const float* factor = nullptr;   // in place of the coding's; or null
+  const char* from = nullptr;
+  std::size_t stride = 0;  // bytes between one message and the next
+  char* to = nullptr;
+  std::size_t runs = 0;  // of all that the step handles
+};
+
 // The CUDA runtime, as far as it is used. Everything is on the current device; errors are thrown.
 class Driver {
  public:
@@ -68,6 +84,7 @@ class Driver {
   virtual void synchronise() = 0;
   virtual void launch(const Launch& launch, int blocks, Address stream) = 0;
   virtual void convert(const Moves& moves, Address stream) = 0;
+  virtual void wire(const WireLaunch& launch, Address stream) = 0;
 };
 
 // The one that is there.

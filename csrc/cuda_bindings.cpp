@@ -2,6 +2,77 @@
 // here.
 #include "bindings.h"
 #include "cuda_communicator.h"
+#include "wire_tables.h"
+
+namespace {
+
+// A plan, and where its tables lie in the device's memory.
+class DevicePlan {
+ public:
+  DevicePlan(int world, const std::vector<PlanTables::Row>& spans) : tables_(world, spans) {}
+
+  const PlanTables& tables() const { return tables_; }
+  void place(Address base) { base_ = reinterpret_cast<const char*>(base); }
+  const char* base() const {
+    if (base_ == nullptr) throw std::logic_error("the tables are not on the device");
+    return base_;
+  }
+
+ private:
+  PlanTables tables_;
+  const char* base_ = nullptr;
+};
+
+// A Coding of which all but the numbers lies in the device's memory: `factor_at`, in place of
+// `factor` if not 0, 4 pointers for every span, a byte for each or 0, and whether all is finite.
+class DeviceCoding {
+ public:
+  DeviceCoding(std::shared_ptr<DevicePlan> plan, Address gradient, int dtype, int rank,
+               double factor, Address factor_at, Address residuals, int residual_dtype,
+               Address absent, std::uint64_t seed, std::uint32_t step, Address finite)
+      : plan_(std::move(plan)) {
+    const PlanTables& tables = plan_->tables();
+    const char* const base = plan_->base();
+    if (residuals == 0 || finite == 0)
+      throw std::invalid_argument("residuals and finite: expected addresses, got 0");
+    Coding& coding = launch_.coding;
+    coding =
+        coding_of(tables.plan_at(base), gradient, dtype, rank, factor, residual_dtype, seed, step);
+    coding.residuals = reinterpret_cast<const Residuals*>(residuals);
+    coding.absent = reinterpret_cast<const std::uint8_t*>(absent);
+    coding.finite = reinterpret_cast<std::uint32_t*>(finite);
+    launch_.messages = tables.messages_at(base);
+    launch_.factor = reinterpret_cast<const float*>(factor_at);
+  }
+
+  void encode(Address to, Address stream) const { run(WireStep::encode, 0, 0, to, stream); }
+  // The messages lie one after the other.
+  void reduce(Address from, Address to, Address stream) const {
+    const int rank = launch_.coding.rank;
+    run(WireStep::reduce, from, plan_->tables().plan().bytes(rank), to, stream);
+  }
+  void decode(Address from, std::size_t stride, Address stream) const {
+    run(WireStep::decode, from, stride, 0, stream);
+  }
+
+ private:
+  void run(WireStep step, Address from, std::size_t stride, Address to, Address stream) const {
+    const PlanTables& tables = plan_->tables();
+    WireLaunch launch = launch_;
+    launch.step = step;
+    launch.from = reinterpret_cast<const char*>(from);
+    launch.stride = stride;
+    launch.to = reinterpret_cast<char*>(to);
+    launch.runs = step == WireStep::reduce ? tables.plan().runs(launch.coding.rank)
+                                           : tables.messages().back().runs;
+    cuda_driver().wire(launch, stream);
+  }
+
+  std::shared_ptr<DevicePlan> plan_;
+  WireLaunch launch_;
+};
+
+}  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "fastreduce's CUDA kernels; use the fastreduce package";
@@ -37,6 +108,23 @@ PYBIND11_MODULE(_cuda, m) {
         for (std::size_t i = 0; i < counts.size();) i = launch(i);
       },
       py::call_guard<py::gil_scoped_release>());
+
+  py::class_<DevicePlan, std::shared_ptr<DevicePlan>>(m, "WirePlan")
+      .def(py::init<int, const std::vector<PlanTables::Row>&>(), py::arg("world"), py::arg("spans"))
+      .def("message_bytes",
+           [](const DevicePlan& self, int chunk) { return self.tables().plan().bytes(chunk); })
+      .def("image", [](const DevicePlan& self) { return py::bytes(self.tables().image()); })
+      .def("place", &DevicePlan::place);
+
+  py::class_<DeviceCoding>(m, "WireCoding")
+      .def(py::init<std::shared_ptr<DevicePlan>, Address, int, int, double, Address, Address, int,
+                    Address, std::uint64_t, std::uint32_t, Address>(),
+           py::arg("plan"), py::arg("gradient"), py::arg("dtype"), py::arg("rank"),
+           py::arg("factor"), py::arg("factor_at"), py::arg("residuals"), py::arg("residual_dtype"),
+           py::arg("absent"), py::arg("seed"), py::arg("step"), py::arg("finite"))
+      .def("encode", &DeviceCoding::encode, py::call_guard<py::gil_scoped_release>())
+      .def("reduce", &DeviceCoding::reduce, py::call_guard<py::gil_scoped_release>())
+      .def("decode", &DeviceCoding::decode, py::call_guard<py::gil_scoped_release>());
 
   py::class_<CudaCommunicator>(m, "CudaCommunicator")
       .def(py::init([](int rank, const std::vector<Address>& areas, int blocks,

@@ -154,6 +154,9 @@ void CudaCommunicator::run(Call call, const void* in, void* out, int blocks, Add
     case Algorithm::ring:
       require(call.kind == Kind::all_reduce, "ring: expected an all_reduce");
       break;
+    case Algorithm::encoded:
+      require(false, "encoded: between GPUs, messages go through the process group");
+      break;
   }
   Launch launch = launch_;
   launch.job.call = call;

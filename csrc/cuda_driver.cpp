@@ -4,10 +4,11 @@
 
 namespace fastreduce {
 
-// kernels.cu and bucket.cu
+// kernels.cu, bucket.cu and wire.cu
 int resident_blocks_of_kernels();
 void launch_kernel(const Launch& launch, int blocks, cudaStream_t stream);
 void launch_moves(const Moves& moves, cudaStream_t stream);
+void launch_wire(const WireLaunch& launch, cudaStream_t stream);
 
 namespace {
 
@@ -48,6 +49,9 @@ class CudaDriver final : public Driver {
   }
   void convert(const Moves& moves, Address stream) override {
     launch_moves(moves, reinterpret_cast<cudaStream_t>(stream));
+  }
+  void wire(const WireLaunch& launch, Address stream) override {
+    launch_wire(launch, reinterpret_cast<cudaStream_t>(stream));
   }
 };
 

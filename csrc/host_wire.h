@@ -13,6 +13,9 @@ inline namespace FR_ISA {
 // A Team of one, see codec.h and wire.h.
 class HostTeam {
  public:
+  using Index = std::size_t;
+  static constexpr bool kUnrolls = true;
+
   struct Tile {
     const float* at;
     float operator()(std::size_t i) const { return at[i]; }

@@ -75,44 +75,60 @@ FR_BLOCK void deal(Block& block, std::size_t begin, std::size_t end, bool aligne
     body(i, Width<1>{});
 }
 
-// The tree over any number of inputs: a binary counter. Level l holds the sum of 2^l inputs;
-// adding one input carries like adding one. The compiler knows all indices, so that the levels
-// stay in registers.
+// The tree over any number of inputs, less than 2^Levels, of N elements each: a binary counter.
+// Level l holds the sum of 2^l inputs; adding one input carries like adding one. The compiler knows
+// all indices, so that the levels stay in registers.
+template <class Op, class A, int Levels, int N>
+class Counter {
+ public:
+  // Input number k, which is used up.
+  FR_FN void add(int k, A (&carry)[N]) {
+    bool going = true;
+    FR_UNROLL
+    for (int l = 0; l < Levels; ++l) {
+      const bool full = (k >> l) & 1;
+      FR_UNROLL
+      for (int j = 0; j < N; ++j) {
+        const A both = Op::apply(level_[l][j], carry[j]);
+        if (going && !full) level_[l][j] = carry[j];
+        if (going && full) carry[j] = both;
+      }
+      going = going && full;
+    }
+  }
+  // Of `count` inputs.
+  FR_FN void total(int count, A (&total)[N]) const {
+    bool some = false;
+    FR_UNROLL
+    for (int l = 0; l < Levels; ++l) {
+      const bool full = (count >> l) & 1;
+      FR_UNROLL
+      for (int j = 0; j < N; ++j)
+        if (full) total[j] = some ? Op::apply(level_[l][j], total[j]) : level_[l][j];
+      some = some || full;
+    }
+  }
+
+ private:
+  A level_[Levels][N] = {};
+};
+
 template <class T, class Op, int N, class From, class S>
 FR_BLOCK Items<T, N> reduced(const From& from, int count, std::size_t i, const S& scale) {
   using A = AccOf<T>;
   constexpr int kLevels = 7;
   static_assert((1 << kLevels) > kMaxRanks, "a level for every power of two of ranks");
-  A level[kLevels][N] = {};
+  Counter<Op, A, kLevels, N> tree;
   FR_ROLLED
   for (int k = 0; k < count; ++k) {
     const Items<T, N> in = load_items<N>(reinterpret_cast<const T*>(from(k)) + i);
     A carry[N];
     FR_UNROLL
     for (int j = 0; j < N; ++j) carry[j] = scale.of(k)(Element<T>::load(in.item[j]));
-    bool going = true;
-    FR_UNROLL
-    for (int l = 0; l < kLevels; ++l) {
-      const bool full = (k >> l) & 1;
-      FR_UNROLL
-      for (int j = 0; j < N; ++j) {
-        const A both = Op::apply(level[l][j], carry[j]);
-        if (going && !full) level[l][j] = carry[j];
-        if (going && full) carry[j] = both;
-      }
-      going = going && full;
-    }
+    tree.add(k, carry);
   }
   A total[N] = {};
-  bool some = false;
-  FR_UNROLL
-  for (int l = 0; l < kLevels; ++l) {
-    const bool full = (count >> l) & 1;
-    FR_UNROLL
-    for (int j = 0; j < N; ++j)
-      if (full) total[j] = some ? Op::apply(level[l][j], total[j]) : level[l][j];
-    some = some || full;
-  }
+  tree.total(count, total);
   Items<T, N> out;
   FR_UNROLL
   for (int j = 0; j < N; ++j) out.item[j] = store_reduced<T>(scale.result(total[j]));

@@ -11,8 +11,10 @@
 // FR_UNROLL unrolls the next loop: on a GPU, an array stays in registers only if all its indices
 // are known. FR_ROLLED keeps the next loop as it is, where code would only grow. FR_INDEPENDENT
 // says that the iterations of the next loop may run in any order or at once: the pointers in it are
-// either equal or disjoint, never shifted against each other.
+// either equal or disjoint, never shifted against each other. FR_EITHER stands before a template
+// for every target whose argument may be for one of them only.
 #if defined(__CUDACC__)
+#define FR_EITHER _Pragma("nv_exec_check_disable")
 #define FR_FN __host__ __device__ __forceinline__
 #define FR_BLOCK __device__
 #define FR_OUT_OF_LINE inline __device__ __noinline__
@@ -26,6 +28,7 @@
 #endif
 #define FR_INDEPENDENT
 #elif defined(__clang__)
+#define FR_EITHER
 #define FR_FN inline __attribute__((always_inline))
 #define FR_BLOCK
 #define FR_OUT_OF_LINE inline
@@ -34,6 +37,7 @@
 #define FR_ROLLED
 #define FR_INDEPENDENT _Pragma("clang loop vectorize(assume_safety) interleave(enable)")
 #else
+#define FR_EITHER
 #define FR_FN inline __attribute__((always_inline))
 #define FR_BLOCK
 #define FR_OUT_OF_LINE inline

@@ -89,6 +89,16 @@ inline std::vector<Part> parts_of(const Plan& plan) {
   return parts;
 }
 
+// Of all messages, one after the other: what comes before each of them, and after the last.
+inline std::vector<Part> messages_of(const Plan& plan) {
+  std::vector<Part> messages(1);
+  for (int chunk = 0; chunk < plan.world; ++chunk) {
+    const Part& before = messages.back();
+    messages.push_back({before.runs + plan.runs(chunk), before.bytes + plan.bytes(chunk), 0});
+  }
+  return messages;
+}
+
 // A span's residuals on this rank, as they are and as they will be; null without feedback. `sent`
 // of what it has sent, `reduced` of what it has reduced (its own chunk only counts).
 struct Residuals {
@@ -126,20 +136,26 @@ struct Run {
   std::size_t byte = 0;
 };
 
+// Of `count` parts the one that holds run `index`; before each, and at the end, stands what comes
+// before. `near` is a guess.
+FR_FN std::size_t part_with(const Part* parts, std::size_t count, std::size_t index,
+                            std::size_t near) {
+  if (parts[near].runs <= index && index < parts[near + 1].runs) return near;
+  std::size_t low = 0, high = count - 1;
+  while (low < high) {
+    const std::size_t middle = (low + high) / 2;
+    if (index < parts[middle + 1].runs)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
 // Run `index` of a message. `span` is the one of the run asked for before, 0 at first.
 FR_FN Run run_at(const Plan& plan, int chunk, std::size_t index, std::size_t span) {
   const Part* const parts = plan.parts(chunk);
-  if (index < parts[span].runs || index >= parts[span + 1].runs) {
-    std::size_t low = 0, high = plan.spans - 1;
-    while (low < high) {
-      const std::size_t middle = (low + high) / 2;
-      if (index < parts[middle + 1].runs)
-        high = middle;
-      else
-        low = middle + 1;
-    }
-    span = low;
-  }
+  span = part_with(parts, plan.spans, index, span);
   const std::size_t before = index - parts[span].runs;
   Run run;
   run.span = span;
@@ -168,8 +184,8 @@ FR_FN Noise noise_of(const Coding& coding, const Span& span, bool result) {
   return {coding.seed, span.key, coding.step, stream};
 }
 
-// The mean's factor.
-FR_FN float share_of(int world) { return static_cast<float>(1.0 / world); }
+// The mean's factor. (Of so few ranks, the quotient in double, rounded, is the same.)
+FR_FN float share_of(int world) { return 1.0f / static_cast<float>(world); }
 
 // What a rank does with a run. Beside what a codec needs, a Team has
 //   contribution()  the values factor * gradient + residual

@@ -27,6 +27,48 @@ def convert(
     /,
 ) -> None: ...
 
+class WirePlan:
+    """As _C.WirePlan: rows of offset, count, key, format, stochastic, run."""
+
+    def __init__(
+        self, world: int, spans: Sequence[tuple[int, int, int, int, bool, int]]
+    ) -> None: ...
+    def message_bytes(self, chunk: int, /) -> int: ...
+    def image(self) -> bytes:
+        """The kernels' tables, for the device's memory; to be on 8 bytes."""
+
+    def place(self, address: int, /) -> None:
+        """Where they lie there."""
+
+class WireCoding:
+    """As _C.WireCoding. All addresses are the device's: ``factor_at``, if not 0, of a float32 in
+    place of ``factor``; ``residuals`` of 4 addresses for every span, which can be 0; ``absent`` of
+    a byte for each, or 0; ``finite`` of 32 bits, which become 0 where the result is not."""
+
+    def __init__(
+        self,
+        plan: WirePlan,
+        gradient: int,
+        dtype: int,
+        rank: int,
+        factor: float,
+        factor_at: int,
+        residuals: int,
+        residual_dtype: int,
+        absent: int,
+        seed: int,
+        step: int,
+        finite: int,
+    ) -> None: ...
+    def encode(self, to: int, stream: int, /) -> None:
+        """All messages, one after the other."""
+
+    def reduce(self, messages: int, to: int, stream: int, /) -> None:
+        """Of the ranks' messages, one after the other."""
+
+    def decode(self, results: int, stride: int, stream: int, /) -> None:
+        """Of all results, so many bytes apart."""
+
 class CudaCommunicator:
     def __init__(
         self,

@@ -32,6 +32,10 @@ REGISTERS = {
     "copy_tiles": 64,
     "convert_tiles<float>": 80,
     "convert_tiles<double>": 80,
+    "wire_encode": 64,
+    "wire_reduce<true>": 80,
+    "wire_reduce<false>": 80,
+    "wire_decode": 64,
 }
 # Functions that loop over packs.
 HOT = ["reduce_tables", "copy_dealt", "convert_tiles"]

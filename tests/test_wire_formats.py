@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wires import Group, Host, compare, same_bits
 
 from fastreduce import _C, enums, reference
 from fastreduce.errors import FORMATS
@@ -25,210 +26,14 @@ NOMINAL = {
     "int4": 1 / 2 + 4 / 128,
     "onebit": 1 / 8 + 4 / 128,
 }
-TINY = 2.0**-149
 HUGE = torch.finfo(torch.float32).max
-
-
-class Group:
-    """Ranks of one process that reduce one buffer of several parameters, message by message."""
-
-    def __init__(
-        self,
-        format: str,
-        counts: list[int],
-        ranks: int,
-        *,
-        run: int = 128,
-        stochastic: bool = False,
-        keys: list[int] | None = None,
-        misaligned: int = 0,
-        gap: int = 0,
-    ) -> None:
-        self.format, self.counts, self.ranks, self.run = format, counts, ranks, run
-        self.stochastic, self.misaligned, self.gap = stochastic, misaligned, gap
-        self.keys = keys or [7 * n + 3 for n in range(len(counts))]
-        self.offsets = [sum(counts[:n]) + gap * n for n in range(len(counts))]
-        self.plan = _C.WirePlan(
-            ranks,
-            [
-                (offset, count, key, enums.FORMAT[format], stochastic, run)
-                for offset, count, key in zip(self.offsets, counts, self.keys, strict=True)
-            ],
-        )
-
-    def reduce(
-        self,
-        parameters: list[list[torch.Tensor]],
-        sent: list[list[torch.Tensor]] | None = None,
-        reduced: list[list[torch.Tensor]] | None = None,
-        *,
-        factors: list[float] | None = None,
-        absent: list[list[bool]] | None = None,
-        step: int = 5,
-    ) -> tuple[list[list[torch.Tensor]], bool]:
-        """Of parameters[rank][n]; the gradients of every rank, and whether all are finite. With
-        residuals, float32 or bfloat16, their new values replace the old ones."""
-        buffers, codings, kept = [], [], []
-        for rank, gradients in enumerate(parameters):
-            size = self.misaligned + sum(self.counts) + self.gap * len(self.counts)
-            buffer = torch.full((size,), 77.0, dtype=gradients[0].dtype)[self.misaligned :]
-            for offset, count, gradient in zip(self.offsets, self.counts, gradients, strict=True):
-                buffer[offset : offset + count] = gradient
-            addresses, residual_dtype = 0, torch.float32
-            if sent is not None and reduced is not None:
-                news = [
-                    [torch.full_like(each, math.nan) for each in own[rank]]
-                    for own in (sent, reduced)
-                ]
-                rows = zip(sent[rank], news[0], reduced[rank], news[1], strict=True)
-                pointers = torch.tensor([[each.data_ptr() for each in row] for row in rows])
-                kept.append((pointers, news))
-                addresses, residual_dtype = pointers.data_ptr(), sent[rank][0].dtype
-            flags = torch.tensor(absent[rank] if absent else [False], dtype=torch.uint8)
-            codings.append(
-                _C.WireCoding(
-                    self.plan,
-                    buffer.data_ptr(),
-                    enums.DTYPE[buffer.dtype],
-                    rank,
-                    factors[rank] if factors else 1.0,
-                    addresses,
-                    enums.DTYPE[residual_dtype],
-                    flags.data_ptr() if absent else 0,
-                    1234567890123,
-                    step,
-                )
-            )
-            buffers.append(buffer)
-        sizes = [self.plan.message_bytes(chunk) for chunk in range(self.ranks)]
-        messages = [[torch.full((n + 8,), 99, dtype=torch.uint8) for n in sizes] for _ in codings]
-        results = [torch.full((n + 8,), 99, dtype=torch.uint8) for n in sizes]
-        for coding, own in zip(codings, messages, strict=True):
-            for chunk, message in enumerate(own):
-                coding.encode(chunk, message.data_ptr())
-        for rank, coding in enumerate(codings):
-            coding.reduce([own[rank].data_ptr() for own in messages], results[rank].data_ptr())
-        for coding in codings:
-            for chunk, message in enumerate(results):
-                coding.decode(chunk, message.data_ptr())
-        for message in [*results, *(message for own in messages for message in own)]:
-            assert (message[-8:] == 99).all(), "more was written than a message has bytes"
-        if sent is not None and reduced is not None:
-            for rank, (_, (new_sent, new_reduced)) in enumerate(kept):
-                sent[rank], reduced[rank] = new_sent, new_reduced
-        outputs = []
-        for buffer in buffers:
-            own = [buffer[o : o + c] for o, c in zip(self.offsets, self.counts, strict=True)]
-            outputs.append(own)
-            for offset, count in zip(self.offsets, self.counts, strict=True):
-                assert (buffer[offset + count :][: self.gap] == 77).all(), "a gap was written to"
-        assert len({coding.finite for coding in codings}) == 1
-        return outputs, codings[0].finite
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of which NaN comes out, nothing is promised."""
-    whole = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    a, b = (torch.where(each.isnan(), math.nan, each) for each in (a, b))
-    return a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
-
-
-def reduced_of(group: Group, reduced: list[list[torch.Tensor]], n: int) -> torch.Tensor:
-    """Of one parameter, out of what the ranks that reduce its runs hold."""
-    owners = reference._owners(-(-group.counts[n] // group.run), group.ranks, group.keys[n])
-    parts = [
-        reduced[owner][n][run * group.run : (run + 1) * group.run]
-        for run, owner in enumerate(owners)
-    ]
-    return torch.cat(parts)
-
-
-def special(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Zeros of both signs, subnormals, values that are rounded half way, huge ones."""
-    pool = torch.tensor(
-        [
-            0.0,
-            -0.0,
-            TINY,
-            -3 * TINY,
-            1e-40,
-            -1e-40,
-            2.0 ** (-126),
-            65504.0,
-            -65519.0,
-            1e30,
-            -HUGE / 8,
-            0.5,
-            1.5,
-            -2.5,
-            1 + 2.0 ** (-11),
-            1 + 3 * 2.0 ** (-9),
-            448.0,
-            57344.0,
-            2.0 ** (-24),
-            2.0 ** (-17),
-        ]
-    )
-    return pool[torch.randint(len(pool), (count,), generator=generator)]
 
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_bits_of_the_reference(format, dtype, stochastic):
-    """Several steps with residuals: tails, more ranks than runs, runs of several lengths, factors,
-    absent ranks, misaligned buffers, special values."""
-    generator = torch.Generator().manual_seed(FORMATS.index(format) + 10 * stochastic)
-    for ranks, run, counts in (
-        (1, 128, [300]),
-        (2, 128, [1, 7, 128, 129, 1000]),
-        (3, 32, [33, 64, 5]),
-        (5, 1024, [1023, 1025, 3000]),
-        (8, 128, [640, 17]),
-    ):
-        group = Group(
-            format, counts, ranks, run=run, stochastic=stochastic, misaligned=ranks % 3, gap=3
-        )
-        zeros = [[torch.zeros(n) for n in counts] for _ in range(ranks)]
-        sent, reduced = zeros, [[torch.zeros(n) for n in counts] for _ in range(ranks)]
-        factors = [1.0] * ranks
-        for step in range(3):
-            values = special if step == 2 else lambda n, g: torch.randn(n, generator=g) * 1e-2
-            gradients = [[values(n, generator).to(dtype) for n in counts] for _ in range(ranks)]
-            if step == 1 and ranks > 1:
-                factors = [0.0, *(0.3 + rank for rank in range(1, ranks))]
-                gradients[0] = [torch.full_like(each, math.nan) for each in gradients[0]]
-            absent = [
-                [
-                    (step == 1 and (rank + n) % 3 == 0) or (step == 1 and n == 0)
-                    for n in range(len(counts))
-                ]
-                for rank in range(ranks)
-            ]
-            expected = [
-                reference.all_reduce_encoded(
-                    [own[n] for own in gradients],
-                    format,
-                    run=run,
-                    sent=[own[n] for own in sent],
-                    reduced=reduced_of(group, reduced, n),
-                    factors=factors,
-                    absent=[own[n] for own in absent],
-                    seed=1234567890123 if stochastic else None,
-                    key=group.keys[n],
-                    step=step,
-                )
-                for n in range(len(counts))
-            ]
-            outputs, _ = group.reduce(
-                gradients, sent, reduced, factors=factors, absent=absent, step=step
-            )
-            for n, wanted in enumerate(expected):
-                where = f"ranks {ranks}, step {step}, parameter {n}"
-                for rank in range(ranks):
-                    assert same_bits(outputs[rank][n], wanted.gradient), where
-                    assert same_bits(sent[rank][n], wanted.sent[rank]), where
-                assert same_bits(reduced_of(group, reduced, n), wanted.reduced), where
+    compare(format, dtype, stochastic, Host())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -325,9 +130,8 @@ def test_a_record_is_as_in_torch(data):
         top = torch.finfo(dtype).max
         clipped = torch.where(values.isinf(), values, values.clamp(-top, top))
         record = reference.encode_run(values, format)
-        assert same_bits(
-            reference.decode_run(record, format, len(values)), clipped.to(dtype).float()
-        )
+        back = reference.decode_run(record, format, len(values))
+        assert same_bits(back, clipped.to(dtype).float())
     for format, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
         top = torch.finfo(dtype).max
         inside = values[values.isfinite()]

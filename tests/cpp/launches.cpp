@@ -170,6 +170,7 @@ class ThreadDriver final : public Driver {
     end_ = Clock::now();
   }
   void convert(const Moves&, Address) override {}
+  void wire(const WireLaunch&, Address) override {}
 
   void launch(const Launch& launch, int blocks, Address) override {
     grids.push_back(blocks);
