@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from fastreduce import _C, arrays, cuda, enums, policy, tuning, weights
-from fastreduce.exchange import Coding, Exchange, Layout
+from fastreduce.exchange import CPU, Coding, CudaExchange, Exchange, Layout
 from fastreduce.memory import NOT_SHARED, SharedTensors
 from fastreduce.process_group import Account, Done, ProcessGroupTransport, as_timedelta, fail
 from fastreduce.rendezvous import connect_gpus, share_memory
@@ -157,7 +157,7 @@ class Communicator:
         self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._next_future = 0
-        self._exchange: Exchange | None = None
+        self._exchanges: dict[torch.device, Exchange | CudaExchange] = {}
         if self._core is None:
             if deterministic:
                 raise RuntimeError(
@@ -362,14 +362,14 @@ class Communicator:
         *,
         scale: float,
         weight: weights.Weight | None,
-        totals: list[float],
+        totals: list[Any],
         here: bool,
         done: Done | None,
     ) -> Future[Tensor]:
         """The mean over the ranks in wire formats; see :mod:`fastreduce.compression`.
 
         Args:
-            tensor: contiguous, on the CPU.
+            tensor: contiguous, on the CPU or, with a layout for it, on a GPU.
             layout: how it is encoded; the same on all ranks.
             coding: makes what the kernels are given, for a rank's factor (which kernels that share
                 memory find by themselves).
@@ -378,11 +378,10 @@ class Communicator:
             totals: one list for all calls with these ranks' weights, empty at first.
             here: run in this thread, if ranks share memory.
         """
-        future: Future[Tensor] = Future()
         part = _check_factors(scale, weight, "mean", tensor)
-        if self._core is None:
-            exchange = self.exchange()
-            exchange.all_reduce(
+        future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
+        if self._core is None or tensor.is_cuda:
+            self.exchange(tensor.device).all_reduce(
                 future, tensor, layout, coding, settle, scale, weight, totals, self._errors, done
             )
             return future
@@ -424,9 +423,9 @@ class Communicator:
         """
         future: Future[Tensor] = Future()
         if self._core is None:
-            self.exchange().all_gather(
-                future, tensor, layout, nbytes, prepare, finish, self._errors
-            )
+            exchange = self.exchange()
+            assert isinstance(exchange, Exchange)
+            exchange.all_gather(future, tensor, layout, nbytes, prepare, finish, self._errors)
             return future
         self._core.refuse_child()
         [message] = layout.memory("message", [nbytes])
@@ -455,11 +454,14 @@ class Communicator:
             raise RuntimeError("some ranks gave a weight, and others did not")
         return total
 
-    def exchange(self) -> Exchange:
-        """The way of encoded messages between hosts. Collective the first time."""
-        if self._exchange is None:
-            self._exchange = Exchange(self._group, self.rank, self.world_size, self.timeout)
-        return self._exchange
+    def exchange(self, device: torch.device = CPU) -> Exchange | CudaExchange:
+        """The way of encoded messages through a backend. Collective the first time for a device."""
+        found = self._exchanges.get(device)
+        if found is None:
+            way = self._group, self.rank, self.world_size, self.timeout
+            found = Exchange(*way) if device.type == "cpu" else CudaExchange(*way, device)
+            self._exchanges[device] = found
+        return found
 
     @arrays.accepted
     def reduce_scatter(
@@ -657,9 +659,9 @@ class Communicator:
         self._close(drain=True)
 
     def _close(self, *, drain: bool) -> None:
-        if self._exchange is not None:
-            self._exchange.close(drain=drain)
-            self._exchange = None
+        exchanges, self._exchanges = self._exchanges, {}
+        for exchange in exchanges.values():
+            exchange.close(drain=drain)
         self._group.close()
         gpus, self._gpus = self._gpus, {}
         for gpu in gpus.values():

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from fastreduce import _C, enums, lowrank
+from fastreduce import _C, cuda, enums, lowrank
 from fastreduce.accumulation import elements_of, is_dense
 from fastreduce.communicator import Communicator
-from fastreduce.exchange import Layout
+from fastreduce.exchange import CPU, Layout
 from fastreduce.measure import Measurement, norm_of
 from fastreduce.process_group import Done
 from fastreduce.weights import Weight
@@ -40,12 +40,13 @@ class Residual:
     Args:
         count: elements, in the order of the parameter's memory.
         dtype: float32 or bfloat16.
+        device: the gradient's.
     """
 
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        # Zeros that nobody touches take no memory: a rank reduces its part only.
-        self._sent = [torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)]
-        self._reduced = [torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)]
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Zeros that nobody touches take no memory, on a CPU: a rank reduces its part only.
+        self._sent = [torch.zeros(count, dtype=dtype, device=device) for _ in range(2)]
+        self._reduced = [torch.zeros(count, dtype=dtype, device=device) for _ in range(2)]
         self.now = 0
         self.holds = False  # something
         self.block = 0  # of what has been reduced: who reduces what depends on it
@@ -82,6 +83,11 @@ class Residual:
             self._reduced[new].data_ptr(),
         )
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """It is used there, too, as long as it lives."""
+        for each in (*self._sent, *self._reduced):
+            each.record_stream(stream)
+
     def turn(self, holds: bool) -> None:
         """What is new becomes what is; what was is kept until the next step."""
         self.now = 1 - self.now
@@ -111,18 +117,25 @@ class _Part(Layout):
             stochastic = each.wire.rounding == "stochastic"
             key = key_of(each.name)
             rows.append((each.offset, each.count, key, number, stochastic, each.wire.block))
-        super().__init__(world_size, rows)
+        super().__init__(world_size, rows, sections[0].parameter.device)
         self.sections = sections
         self._addresses: dict[bytes, Tensor] = {}
 
     def residuals(self) -> Tensor:
-        """The addresses of all residuals, as they are now: int64, 4 for every section."""
+        """The addresses of all residuals, as they are now: int64, 4 for every section. On a GPU
+        made on the current stream, on which the residuals then are used."""
         turned = bytes(each.residual.now if each.residual else 0 for each in self.sections)
         if turned not in self._addresses:
             rows = [e.residual.addresses() if e.residual else (0, 0, 0, 0) for e in self.sections]
             if len(self._addresses) > 3:
                 self._addresses.clear()
-            self._addresses[turned] = torch.tensor(rows, dtype=torch.int64)
+            table = torch.tensor(rows, dtype=torch.int64)
+            if self.device.type == "cuda":
+                table = cuda.on_device(table, self.device)
+                for each in self.sections:
+                    if each.residual is not None:
+                        each.residual.record_stream(torch.cuda.current_stream(self.device))
+            self._addresses[turned] = table
         return self._addresses[turned]
 
     def sent_bytes(self, rank: int) -> int:
@@ -220,6 +233,8 @@ class Compression:
         self._layouts: dict[tuple[Any, ...], _Bucket | None] = {}
         self._step = -1
         self._finite = True
+        self._flags: list[cuda.Flag] = []  # what GPUs know of that
+        self._ended: bool | None = None  # that a pass has, and whether it is to be discarded
         # Of a bucket's parameters: which layout they had last.
         self._latest: dict[tuple[str, ...], _Bucket] = {}
         self._starts: dict[str, Tensor] = {}  # of low-rank factors, the same on all ranks
@@ -227,20 +242,23 @@ class Compression:
         self._entered: list[_Section] = []  # of the pass under way
         self._turned: list[tuple[Residual, bool]] = []  # of the last one, and what they held before
         # The sum of the ranks' weights in the pass under way, as the two ways find it.
-        self._totals: list[float] = []
+        self._totals: list[Any] = []
         self._chosen_totals: list[float] = []
         self._lock = threading.Lock()
 
-    def connect(self, communicator: Communicator) -> None:
-        """Over which all is reduced. Collective between hosts."""
+    def connect(self, communicator: Communicator, device: torch.device = CPU) -> None:
+        """Over which all is reduced, and where gradients lie. Collective between hosts and GPUs."""
         self._communicator = communicator
-        if not communicator.shared_memory and communicator.world_size > 1:
-            communicator.exchange()
+        elsewhere = device.type == "cuda" or not communicator.shared_memory
+        if elsewhere and communicator.world_size > 1:
+            communicator.exchange(device)
 
     # -- a pass -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A synchronised pass begins."""
+        self._conclude()
+        self._flags = []
         self._step += 1
         self._finite = True
         self._entered = []
@@ -291,7 +309,7 @@ class Compression:
             if found is not None and found.holds and not each.keeps:
                 each.wire = FP32  # what is left is sent, and nothing is lost
             elif each.keeps and found is None:
-                found = Residual(each.count, self._residual_dtype)
+                found = Residual(each.count, self._residual_dtype, each.parameter.device)
                 self._residuals[each.name] = found
             elif not each.keeps:
                 found = None
@@ -341,8 +359,12 @@ class Compression:
             scale, weight, done: as for :meth:`Communicator.all_reduce`.
             here: wait for the end.
         """
-        if buffer.is_cuda:
-            raise RuntimeError(f"wire: expected gradients on the CPU, got {buffer.device}")
+        chosen = bucket.selected or bucket.factored
+        if buffer.is_cuda and (chosen or self.measurement is not None):
+            raise RuntimeError(
+                "wire: topk, randomk, threshold, lowrank and measure need gradients on the CPU, "
+                f"got {buffer.device}"
+            )
         average = partial(
             self._average, bucket, buffer, absent=absent, scale=scale, weight=weight, done=done
         )
@@ -441,18 +463,29 @@ class Compression:
 
         return torch.futures.collect_all(ends).then(whole)
 
-    def _coding(
-        self, part: _Part, buffer: Tensor, factor: float, absent: set[str]
-    ) -> _C.WireCoding:
+    def _coding(self, part: _Part, buffer: Tensor, factor: float | Tensor, absent: set[str]) -> Any:
+        """For the kernels of the buffer's device."""
         flags = None
         if absent:
             flags = torch.tensor([each.name in absent for each in part.sections], dtype=torch.uint8)
+        if buffer.is_cuda:
+            return cuda.WireCoding(
+                part.spans,
+                buffer,
+                self._communicator.rank,
+                factor,
+                part.residuals(),
+                self._residual_dtype,
+                None if flags is None else cuda.on_device(flags, buffer.device),
+                self._seed,
+                self._step & 0xFFFFFFFF,
+            )
         return _C.WireCoding(
             part.spans,
             buffer.data_ptr(),
             enums.DTYPE[buffer.dtype],
             self._communicator.rank,
-            factor,
+            float(factor),
             part.residuals().data_ptr(),
             enums.DTYPE[self._residual_dtype],
             0 if flags is None else flags.data_ptr(),
@@ -464,9 +497,12 @@ class Compression:
         coding.combine([each.data_ptr() for each in messages])
         self._settle(part, coding)
 
-    def _settle(self, part: _Part, coding: _C.WireCoding) -> None:
+    def _settle(self, part: _Part, coding: _C.WireCoding | cuda.WireCoding) -> None:
         with self._lock:
-            self._finite = self._finite and coding.finite
+            if isinstance(coding, _C.WireCoding):
+                self._finite = self._finite and coding.finite
+            elif coding.finite is not None:
+                self._flags.append(coding.finite)
             self._entered += part.sections
 
     def _factor(self, section: _Section, buffer: Tensor, factor: float, absent: set[str]) -> None:
@@ -502,14 +538,30 @@ class Compression:
         """Of a bucket that has been averaged uncompressed: whether it is finite counts, too."""
         if self._residuals:
             values = gradient._values() if gradient.is_sparse else gradient
-            finite = bool(values.isfinite().all())
+            finite = values.isfinite().all()
             with self._lock:
-                self._finite = self._finite and finite
+                if values.is_cuda:
+                    self._flags.append(cuda.Flag(finite))
+                else:
+                    self._finite = self._finite and bool(finite)
 
     def end(self, *, discard: bool = False) -> None:
         """All buckets of a pass have been averaged: their residuals count, if all are finite and
         the gradients are not discarded."""
-        if self._finite and not discard:
+        self._ended = discard
+        if not self._flags:
+            self._conclude()
+        if self.measurement is not None:
+            self.measurement.end_pass()
+
+    def _conclude(self) -> None:
+        """Whether the last pass counts. A GPU has told the host behind its last kernels, but that
+        is waited for only before the residuals are used again: by then the optimizer's step and
+        the next forward pass have been launched, and the GPU does not run dry."""
+        if self._ended is None:
+            return
+        discard, self._ended = self._ended, None
+        if all([self._finite, *map(bool, self._flags)]) and not discard:
             for each in self._entered:
                 if each.residual is None:
                     continue
@@ -517,17 +569,17 @@ class Compression:
                 each.residual.turn(each.keeps)
             self._starts.update(self._next_starts)
         self._entered = []
-        if self.measurement is not None:
-            self.measurement.end_pass()
 
     def discard(self) -> None:
         """The last pass's gradients are not used: everything is as it was before."""
+        self._conclude()
         for residual, held in self._turned:
             residual.turn(held)
         self._turned = []
 
     def rescale(self, factor: float) -> None:
         """Gradients will be so many times larger from now on."""
+        self._conclude()
         self._turned = []
         for residual in self._residuals.values():
             residual.sent.mul_(factor)
@@ -539,6 +591,7 @@ class Compression:
         """This rank's residuals, by name and in the shapes of the parameters (complex ones with a
         last dimension of 2); with ``merge``, collectively, one that all ranks of any number can
         load."""
+        self._conclude()
         saved = {}
         for name in sorted(self._residuals):
             residual = self._residuals[name]
@@ -582,7 +635,9 @@ class Compression:
                     f"compression: {name}: expected {_shape_of(parameters[name])}, got "
                     f"{tuple(saved['sent'].shape)}"
                 )
-            residual = loaded[name] = Residual(elements_of(parameters[name]), self._residual_dtype)
+            residual = loaded[name] = Residual(
+                elements_of(parameters[name]), self._residual_dtype, parameters[name].device
+            )
             sent, reduced = saved["sent"], saved["reduced"]
             if not own:
                 all_sent = [each["residuals"][name]["sent"].double() for each in states]
@@ -599,6 +654,7 @@ class Compression:
         self._starts = {name: each.clone() for name, each in first["starts"].items()}
         self._step = first["step"]
         self._entered, self._turned = [], []
+        self._ended = None
 
 
 def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -424,6 +424,117 @@ def convert(
             scale,
             int(torch.cuda.current_stream(device).cuda_stream),
         )
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy of what lies in the CPU's memory, on the current stream; does not wait for it."""
+    if device.type == "cpu":
+        return values.clone()
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class Flag:
+    """What the device finds to hold, or not, once it has done what the current stream has been
+    given so far. Asking waits until it is known.
+
+    Args:
+        found: one element, on the device.
+    """
+
+    def __init__(self, found: Tensor) -> None:
+        self._told = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        self._told.copy_(found, non_blocking=True)
+        self._known = torch.cuda.Event()
+        self._known.record(torch.cuda.current_stream(found.device))
+
+    def __bool__(self) -> bool:
+        self._known.synchronize()
+        return bool(self._told)
+
+
+class WirePlan:
+    """_C.WirePlan, with its tables on a device."""
+
+    def __init__(
+        self,
+        world_size: int,
+        rows: Sequence[tuple[int, int, int, int, bool, int]],
+        device: torch.device,
+    ) -> None:
+        if _cuda is None:
+            raise RuntimeError(problem())
+        self.core = _cuda.WirePlan(world_size, rows)
+        image = torch.frombuffer(bytearray(self.core.image()), dtype=torch.uint8)
+        self.tables = on_device(image, device)
+        self.core.place(self.tables.data_ptr())
+
+    def message_bytes(self, chunk: int) -> int:
+        return self.core.message_bytes(chunk)
+
+
+class WireCoding:
+    """_C.WireCoding: how this rank encodes one buffer in one step. Launches are on the current
+    stream, the same for all of them, on which what it is given has been made, or waited for.
+
+    Args:
+        factor: a number, or one float32 on the device.
+        residuals: 4 addresses for every span, int64, on the device.
+        absent: a byte for every span, on the device.
+
+    Attributes:
+        finite: whether all of the result is; from the decoding on.
+    """
+
+    def __init__(
+        self,
+        plan: WirePlan,
+        gradient: Tensor,
+        rank: int,
+        factor: float | Tensor,
+        residuals: Tensor,
+        residual_dtype: torch.dtype,
+        absent: Tensor | None,
+        seed: int,
+        step: int,
+    ) -> None:
+        assert _cuda is not None
+        self.finite: Flag | None = None
+        self._device = gradient.device
+        self._found = torch.ones(1, dtype=torch.int32, device=self._device)
+        self._held: Any = factor, residuals, absent  # until all has been launched
+        # The tables may have been made on another stream, to which their memory would go back.
+        plan.tables.record_stream(torch.cuda.current_stream(self._device))
+        self._core = _cuda.WireCoding(
+            plan.core,
+            gradient.data_ptr(),
+            enums.DTYPE[gradient.dtype],
+            rank,
+            1.0 if isinstance(factor, Tensor) else factor,
+            factor.data_ptr() if isinstance(factor, Tensor) else 0,
+            residuals.data_ptr(),
+            enums.DTYPE[residual_dtype],
+            0 if absent is None else absent.data_ptr(),
+            seed,
+            step,
+            self._found.data_ptr(),
+        )
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def encode(self, sent: Tensor) -> None:
+        """All messages, one after the other."""
+        self._core.encode(sent.data_ptr(), self._stream())
+
+    def reduce(self, arrived: Tensor, result: Tensor) -> None:
+        """This rank's part, of the ranks' messages, one after the other."""
+        self._core.reduce(arrived.data_ptr(), result.data_ptr(), self._stream())
+
+    def decode(self, results: Tensor, stride: int) -> None:
+        """All ranks' parts, each so many bytes after the one before."""
+        self._core.decode(results.data_ptr(), stride, self._stream())
+        self.finite = Flag(self._found)
+        self._held = None
 
 
 def first_reason(reasons: list[str]) -> str:

@@ -165,7 +165,8 @@ class HookState:
         }
         self._elements = sum(map(elements_of, self._names))
         if self._compression is not None:
-            self._compression.connect(self._communicator)
+            device = next((each.device for each in self._names), torch.device("cpu"))
+            self._compression.connect(self._communicator, device)
             self._notes_use |= model.find_unused_parameters or model.static_graph
         if self._notes_use:
             for parameter in self._names:

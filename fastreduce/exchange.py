@@ -1,5 +1,6 @@
-"""Encoded messages between hosts, over gloo: all-to-all of what every rank sends to those that
-reduce, all-gather of what they send back. The link carries the encoded bytes."""
+"""Encoded messages between hosts over gloo, and between GPUs over NCCL: all-to-all of what every
+rank sends to those that reduce, all-gather of what they send back. The link carries the encoded
+bytes."""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from fastreduce import _C
+from fastreduce import _C, cuda
 from fastreduce.process_group import Done, ProcessGroupTransport, fail
 from fastreduce.weights import Weight, announcement, total_of
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-# A coding for a rank's factor.
-Coding = Callable[[float], _C.WireCoding]
+CPU = torch.device("cpu")
+
+# A coding, of the device's kernels, for a rank's factor, which on a GPU can lie in its memory.
+Coding = Callable[[float | Tensor], Any]
 
 
 class Layout:
@@ -38,9 +41,17 @@ class Layout:
     """
 
     def __init__(
-        self, world_size: int, rows: Sequence[tuple[int, int, int, int, bool, int]]
+        self,
+        world_size: int,
+        rows: Sequence[tuple[int, int, int, int, bool, int]],
+        device: torch.device = CPU,
     ) -> None:
-        self.spans = _C.WirePlan(world_size, rows)
+        self.device = device
+        self.spans: Any = (
+            _C.WirePlan(world_size, rows)
+            if device.type == "cpu"
+            else cuda.WirePlan(world_size, rows, device)
+        )
         self.checksum = zlib.crc32(repr(rows).encode())
         self.sizes = [self.spans.message_bytes(chunk) for chunk in range(world_size)]
         self.known = False  # that all ranks have the same
@@ -51,8 +62,8 @@ class Layout:
         much time as a copy."""
         found = self._memory.get(name)
         if found is None:
-            found = list(torch.empty(sum(sizes), dtype=torch.uint8).split(list(sizes)))
-            self._memory[name] = found
+            whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            found = self._memory[name] = list(whole.split(list(sizes)))
         return found
 
 
@@ -76,8 +87,54 @@ class _Lane(threading.Thread):
         self.join()
 
 
-class Exchange:
-    """The transport. Creating one is collective among the ranks of ``group``.
+def _store(name: str) -> Any:
+    """By which the ranks of a new process group find each other."""
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+class _Way:
+    """What the two transports have in common: after an error, all calls end with it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def _guarded(
+        self, future: Future[Tensor], errors: list[Exception], step: Callable[[], None]
+    ) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                if self._error is not None:
+                    raise RuntimeError(f"an earlier call has failed: {self._error}")
+                step()
+            except Exception as error:
+                with self._lock:
+                    self._error = self._error or error
+                fail(future, error, errors)
+
+        return run
+
+    def _agree(self, layout: Layout, group: Any) -> None:
+        """Once for every layout: whether all ranks have the same. Waits for them."""
+        if layout.known:
+            return
+        own = cuda.on_device(torch.tensor([layout.checksum]), layout.device)
+        sums = torch.empty(self.world_size, dtype=torch.int64, device=layout.device)
+        group._allgather_base(sums, own).wait()
+        found = sums.tolist()
+        for rank, each in enumerate(found):
+            if each != found[0]:
+                raise RuntimeError(
+                    f"rank {self.rank}: rank {rank} encodes other parameters, or in other formats, "
+                    "than rank 0 in the same call: do all ranks have the same wire and model?"
+                )
+        layout.known = True
+
+
+class Exchange(_Way):
+    """The transport between CPUs. Creating one is collective among the ranks of ``group``.
 
     Backends match calls by their order, so nobody else may call in between: it has process groups
     of its own, one for either way, each with a thread of its own. While one buffer comes back, the
@@ -87,20 +144,15 @@ class Exchange:
     def __init__(
         self, group: ProcessGroupTransport, rank: int, world_size: int, timeout: timedelta
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        super().__init__(rank, world_size)
         # Each rank begins with another one.
         self._others = [(rank + hop) % world_size for hop in range(1, world_size)]
         # new_group() names one after its ranks: a second one would find the first one's addresses.
         token = group.all_gather_object(uuid.uuid4().hex)[0]
-        store = dist.distributed_c10d._get_default_store()
-        prefixed = dist.PrefixStore  # type: ignore[attr-defined]
         self._out, self._back = (
-            self._connect(prefixed(f"fastreduce-{token}-{way}", store), timeout)
-            for way in ("out", "back")
+            self._connect(_store(f"fastreduce-{token}-{way}"), timeout) for way in ("out", "back")
         )
         self._going, self._coming = _Lane("fastreduce-out"), _Lane("fastreduce-back")
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
 
     def _connect(self, store: Any, timeout: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
@@ -125,7 +177,7 @@ class Exchange:
         settle: Callable[[_C.WireCoding], None],
         scale: float,
         weight: Weight | None,
-        totals: list[float],
+        totals: list[Any],
         errors: list[Exception],
         done: Done | None,
     ) -> None:
@@ -135,7 +187,7 @@ class Exchange:
         guarded = partial(self._guarded, future, errors)
 
         def go() -> None:
-            self._agree(layout)
+            self._agree(layout, self._out)
             total = float(self.world_size)
             if weight is not None:
                 if not totals:
@@ -191,7 +243,7 @@ class Exchange:
         guarded = partial(self._guarded, future, errors)
 
         def go() -> None:
-            self._agree(layout)
+            self._agree(layout, self._out)
             messages = layout.memory("messages", [nbytes] * self.world_size)
             works = self._receive(self._out, messages)
             prepare(messages[self.rank])
@@ -206,21 +258,6 @@ class Exchange:
             future.set_result(tensor)
 
         self._going.put(guarded(go))
-
-    def _guarded(
-        self, future: Future[Tensor], errors: list[Exception], step: Callable[[], None]
-    ) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                if self._error is not None:
-                    raise RuntimeError(f"an earlier call has failed: {self._error}")
-                step()
-            except Exception as error:
-                with self._lock:
-                    self._error = self._error or error
-                fail(future, error, errors)
-
-        return run
 
     def _receive(self, group: Any, messages: list[Tensor]) -> list[Any]:
         """From all others. Before anything is sent: on gloo's one connection for a pair of ranks,
@@ -239,16 +276,97 @@ class Exchange:
             raise RuntimeError("some ranks gave a weight, and others did not")
         return total
 
-    def _agree(self, layout: Layout) -> None:
-        """Once for every layout: whether all ranks have the same."""
-        if layout.known:
-            return
-        sums = torch.empty(self.world_size, dtype=torch.int64)
-        self._out._allgather_base(sums, torch.tensor([layout.checksum])).wait()
-        for rank, found in enumerate(sums.tolist()):
-            if found != sums[0]:
-                raise RuntimeError(
-                    f"rank {self.rank}: rank {rank} encodes other parameters, or in other formats, "
-                    "than rank 0 in the same call: do all ranks have the same wire and model?"
-                )
-        layout.known = True
+
+class CudaExchange(_Way):
+    """The transport between GPUs. Creating one is collective among the ranks of ``group``.
+
+    All is launched in order on a stream of its own, over a process group of its own: beside the
+    backward pass, and without waiting for the device, but for a layout that is new.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroupTransport,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        device: torch.device,
+    ) -> None:
+        super().__init__(rank, world_size)
+        reason = cuda.problem()
+        if not reason and not dist.is_nccl_available():
+            reason = "this torch has no NCCL"
+        answers = group.all_gather_object((uuid.uuid4().hex, reason))
+        if reason := cuda.first_reason([each for _, each in answers]):
+            raise RuntimeError(f"wire: gradients on GPUs cannot be encoded: {reason}")
+        self._device = device
+        self._group = self._connect(answers[0][0], timeout)
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def _connect(self, token: str, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+        store = _store(f"fastreduce-{token}")
+        return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+
+    def close(self, *, drain: bool) -> None:
+        """Ends what is under way, or, without ``drain``, leaves it: its peers may never come."""
+        if drain:
+            self._stream.synchronize()
+            self._group.shutdown()
+        else:
+            self._group.abort()
+        del self._group
+
+    def all_reduce(
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        layout: Layout,
+        coding: Coding,
+        settle: Callable[[Any], None],
+        scale: float,
+        weight: Weight | None,
+        totals: list[Any],
+        errors: list[Exception],
+        done: Done | None,
+    ) -> None:
+        """As :meth:`Exchange.all_reduce`, but that ``future`` is completed once all is launched;
+        whoever reads it lets its streams wait. ``done`` is not called: what the ranks' weights
+        come to is known to the device alone, where mixed ones make a NaN."""
+
+        def launch() -> None:
+            own, longest = layout.sizes[self.rank], max(layout.sizes)
+            self._agree(layout, self._group)
+            if weight is not None and not totals:
+                totals.append(self._total(weight))
+            used = coding(scale if weight is None else self._factor(scale, totals[0]))
+            [sent] = layout.memory("sent", [sum(layout.sizes)])
+            [arrived] = layout.memory("arrived", [own * self.world_size])
+            [reduced] = layout.memory("reduced", [longest])  # a backend gathers equal parts
+            [results] = layout.memory("results", [longest * self.world_size])
+            used.encode(sent)
+            # The wait() of a work is the current stream's.
+            splits = [own] * self.world_size, layout.sizes
+            self._group.alltoall_base(arrived, sent, *splits).wait()
+            used.reduce(arrived, reduced)
+            self._group._allgather_base(results, reduced).wait()
+            used.decode(results, longest)
+            settle(used)
+            future.set_result(tensor)  # at this point of the current stream
+
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            tensor.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                self._guarded(future, errors, launch)()
+
+    def _total(self, weight: Weight) -> Tensor:
+        parts = torch.tensor(announcement(weight), dtype=torch.float64)
+        parts = cuda.on_device(parts, self._device)
+        self._group.allreduce([parts]).wait()
+        return total_of(parts)
+
+    def _factor(self, scale: float, total: Tensor) -> Tensor:
+        share = torch.where(total == 0, total, self.world_size / total)
+        return (share * scale).float()

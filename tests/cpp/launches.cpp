@@ -28,7 +28,8 @@ namespace fastreduce {
 // host.cpp refers to the kernels, which here are not called through it.
 inline namespace baseline {
 extern const Kernels instance;
-const Kernels instance{"none", nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Kernels instance{"none",  nullptr, nullptr, nullptr, nullptr,
+                       nullptr, nullptr, nullptr, nullptr};
 }  // namespace baseline
 
 namespace test {

@@ -1,0 +1,235 @@
+"""Wire formats on GPUs: the kernels' bits with any number of ranks on one GPU, and the way between
+GPUs over NCCL: with one rank on one GPU, and, where there are several, in training."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import needs_gpu
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from wires import CASES, SEED, Group, compare, same_bits
+
+import fastreduce
+from fastreduce import cuda, enums, reference
+from fastreduce.errors import FORMATS
+from fastreduce.exchange import CudaExchange, Layout
+from fastreduce.process_group import ProcessGroupTransport
+from fastreduce.wire import key_of
+
+pytestmark = needs_gpu()
+
+pytest.importorskip("fastreduce._cuda", reason="built without nvcc")
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class OnGpu:
+    """The kernels, as tests/wires.py has them. With ``factor_at``, factors lie in memory."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *, factor_at: bool = False) -> None:
+        self._factor_at = factor_at
+
+    def plan(self, ranks: int, rows: list[Any]) -> cuda.WirePlan:
+        self._ranks = ranks
+        return cuda.WirePlan(ranks, rows, self.device)
+
+    def coding(self, plan, gradient, rank, factor, residuals, residual_dtype, absent, step):
+        if self._factor_at:
+            factor = torch.tensor(factor, dtype=torch.float32, device=self.device)
+        arguments = (plan, gradient, rank, factor, residuals, residual_dtype, absent, SEED, step)
+        return _Coding(cuda.WireCoding(*arguments), self._ranks)
+
+
+class _Coding:
+    def __init__(self, core: cuda.WireCoding, ranks: int) -> None:
+        self.encode, self.reduce = core.encode, core.reduce
+        self._core, self._ranks = core, ranks
+
+    @property
+    def finite(self) -> bool:
+        return bool(self._core.finite)
+
+    def decode(self, results: torch.Tensor) -> None:
+        self._core.decode(results, results.numel() // self._ranks)
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_of_the_reference(format, dtype, stochastic):
+    compare(format, dtype, stochastic, OnGpu())
+
+
+@pytest.mark.parametrize("ranks", [4, 6, 7, 9, 16, 21])
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_number_of_ranks(format, ranks):
+    compare(format, torch.float32, False, OnGpu(), [(ranks, 32, [33, 64, 5])])
+
+
+def test_factors_in_memory():
+    compare("fp8_e4m3", torch.bfloat16, True, OnGpu(factor_at=True), CASES)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_large_buffer(format):
+    """Every warp has several runs. Beside the host's kernels: the reference would take long."""
+    counts = [3_000_000, 17, 0, 1_000_001]
+    gradients = [[torch.randn(n) for n in counts] for _ in range(2)]
+
+    def reduced(target: Any) -> list[torch.Tensor]:
+        kept = [[[torch.zeros(n) for n in counts] for _ in range(2)] for _ in range(2)]
+        outputs, finite = Group(format, counts, 2, target=target).reduce(gradients, *kept)
+        assert finite
+        return [*outputs[0], *kept[0][0]]
+
+    for got, want in zip(reduced(OnGpu()), reduced(None), strict=True):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_not_finite_is_told(format):
+    group = Group(format, [500], 3, target=OnGpu())
+    gradients = [[torch.randn(500)] for _ in range(3)]
+    assert group.reduce(gradients)[1]
+    gradients[1][0][301] = torch.nan
+    assert not group.reduce(gradients)[1]
+
+
+def test_residuals_in_bfloat16():
+    gradients = [[torch.randn(1000)] for _ in range(2)]
+
+    def reduced(target: Any) -> list[torch.Tensor]:
+        narrow = torch.bfloat16
+        kept = [[[torch.zeros(1000, dtype=narrow)] for _ in range(2)] for _ in range(2)]
+        group = Group("int8", [1000], 2, target=target)
+        for _ in range(2):
+            outputs, _ = group.reduce(gradients, *kept)
+        return [outputs[0][0], kept[0][0][0]]
+
+    for got, want in zip(reduced(OnGpu()), reduced(None), strict=True):
+        assert same_bits(got, want)
+
+
+# -- over NCCL ------------------------------------------------------------------------------------
+
+
+def exchange_alone(format: str) -> list[str]:
+    """A rank that sends to itself alone, on a GPU that is busy: nothing waits for it."""
+    wrong = []
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    exchange = CudaExchange(ProcessGroupTransport(None), 0, 1, timedelta(seconds=60), device)
+    layout = Layout(1, [(0, 100_000, 7, enums.FORMAT[format], False, 128)], device)
+    kept = torch.zeros(4, 100_000, device=device)
+    table = torch.tensor([[each.data_ptr() for each in kept]], device=device)
+    errors: list[Exception] = []
+    for call in range(6):
+        given = torch.randn(100_000)
+        gradient = given.to(device)
+        if call:
+            torch.cuda._sleep(200_000_000)
+        gradient.mul_(2.0)  # on the current stream, as a backward pass
+        settled: list[cuda.WireCoding] = []
+        future: Future[torch.Tensor] = Future(devices=[device])
+
+        def coding(factor: Any, gradient: torch.Tensor = gradient) -> cuda.WireCoding:
+            return cuda.WireCoding(
+                layout.spans, gradient, 0, factor, table, torch.float32, None, 0, 0
+            )
+
+        weight = 3.0 if call % 2 else None
+        exchange.all_reduce(
+            *(future, gradient, layout, coding, settled.append, 1.0, weight, []), *(errors, None)
+        )
+        # At first ranks compare their layouts, and memory of the host is pinned.
+        if call >= 2 and torch.cuda.current_stream().query():
+            wrong.append(f"call {call} has waited for the device")
+        got = future.wait().cpu()  # which lets the current stream wait
+        old = torch.zeros(100_000)
+        factors = [1 / 3 if weight else 1.0]
+        expected = reference.all_reduce_encoded(
+            [given * 2.0], format, sent=[old], reduced=old, factors=factors, key=7
+        )
+        if errors or not (settled and same_bits(got, expected.gradient)):
+            wrong.append(f"call {call}: {errors}")
+        if not bool(settled[0].finite) or not same_bits(kept[1].cpu(), expected.sent[0]):
+            wrong.append(f"call {call}: residuals")
+    exchange.close(drain=True)
+    return wrong
+
+
+@pytest.mark.parametrize("format", ["int8", "onebit"])
+def test_exchange_alone(ranks, format):
+    assert ranks(1).run(exchange_alone, format) == [[]]
+
+
+class Model(torch.nn.Module):
+    """Whose gradients are its inputs."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def train(format: str, steps: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Every step's averaged gradient; in one step, rank 0's holds an inf."""
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    ddp = DistributedDataParallel(Model(100_000).to(device), device_ids=[device.index])
+    state = fastreduce.attach(ddp, wire=format, wire_min_bytes=0)
+    found = []
+    for step in range(steps):
+        ddp.zero_grad()
+        ddp(gradient_of(rank, step).to(device)).backward()
+        [parameter] = ddp.parameters()
+        assert parameter.grad is not None
+        found.append(parameter.grad.cpu())
+    saved = state.state_dict()["compression"]["residuals"]["weight"]
+    state.close()
+    return found, {name: each.cpu() for name, each in saved.items()}
+
+
+def gradient_of(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    gradient = torch.randn(100_000, generator=generator)
+    if step == 2 and rank == 0:
+        gradient[5] = torch.inf
+    return gradient
+
+
+@pytest.mark.parametrize("format", FORMATS[1:])
+def test_training_has_the_bits_of_the_reference(ranks, format):
+    """With residuals from step to step, but for the step that is not finite."""
+    if torch.cuda.device_count() < 2 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
+        pytest.skip("needs two GPUs")
+    results = ranks(2).run(train, format, 5)
+    sent, reduced = [torch.zeros(100_000) for _ in range(2)], torch.zeros(100_000)
+    for step in range(5):
+        expected = reference.all_reduce_encoded(
+            [gradient_of(rank, step) for rank in range(2)],
+            format,
+            sent=sent,
+            reduced=reduced,
+            key=key_of("weight"),
+            step=step,
+        )
+        for found, _ in results:
+            assert same_bits(found[step], expected.gradient), step
+        if expected.gradient.isfinite().all():
+            sent, reduced = expected.sent, expected.reduced
+    for rank, (_, saved) in enumerate(results):
+        assert same_bits(saved["sent"], sent[rank])
+    together = results[0][1]["reduced"] + results[1][1]["reduced"]
+    assert same_bits(together, reduced)
