@@ -60,9 +60,8 @@ struct Plan {
 // The runs of a span that a chunk consists of.
 FR_FN Range runs_of(const Span& span, int world, int chunk) {
   const std::size_t runs = (span.count + span.run - 1) / span.run;
-  const int turned = static_cast<int>((static_cast<std::uint32_t>(chunk) + span.key) %
-                                      static_cast<std::uint32_t>(world));
-  return part_of(runs, world, turned, 1);
+  const int first = static_cast<int>(span.key % static_cast<std::uint32_t>(world));
+  return part_of(runs, world, (chunk + first) % world, 1);
 }
 
 // Of every chunk: of every span, and of what would follow the last.
