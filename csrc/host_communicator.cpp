@@ -104,7 +104,10 @@ HostCommunicator::HostCommunicator(const Listener& listener, int rank,
     throw std::invalid_argument("blocks: expected 1 to " + std::to_string(kMaxBlocks) + ", got " +
                                 std::to_string(options.blocks));
   const auto deadline = Clock::now() + options_.connect_timeout;
-  view_.layout = {world, options.blocks, options.slot_bytes, options.stage_bytes};
+  // A piece of encoded() is one record of a chunk at least, of whatever format.
+  const std::size_t records = Pipeline::kSlots * (world + 1) * kMostOfRun * sizeof(float);
+  const std::size_t stage_bytes = std::max(options.stage_bytes, records);
+  view_.layout = {world, options.blocks, options.slot_bytes, stage_bytes};
   view_.rank = rank;
   progress_.assign(options.blocks, {options.first_epoch, options.first_epoch, options.first_epoch});
   areas_.resize(world);
