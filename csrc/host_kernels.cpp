@@ -182,18 +182,6 @@ void run_unpack(HostBlock& block, DType tensor, DType flat, void* from, const Pi
   });
 }
 
-void encode_message(const Coding& coding, int chunk, char* to) {
-  HostCoder(coding).encode(chunk, {0, coding.plan.runs(chunk)}, to);
-}
-
-void reduce_messages(const Coding& coding, const char* const* from, char* to) {
-  HostCoder(coding).reduce({0, coding.plan.runs(coding.rank)}, from, to);
-}
-
-void decode_message(const Coding& coding, int chunk, const char* from) {
-  HostCoder(coding).decode(chunk, {0, coding.plan.runs(chunk)}, from);
-}
-
 }  // namespace
 
 extern const Kernels instance;

@@ -275,5 +275,18 @@ class HostCoder {
   RunVerbs verbs_[kFormats][2];
 };
 
+// Whole messages.
+inline void encode_message(const Coding& coding, int chunk, char* to) {
+  HostCoder(coding).encode(chunk, {0, coding.plan.runs(chunk)}, to);
+}
+
+inline void reduce_messages(const Coding& coding, const char* const* from, char* to) {
+  HostCoder(coding).reduce({0, coding.plan.runs(coding.rank)}, from, to);
+}
+
+inline void decode_message(const Coding& coding, int chunk, const char* from) {
+  HostCoder(coding).decode(chunk, {0, coding.plan.runs(chunk)}, from);
+}
+
 }  // namespace FR_ISA
 }  // namespace fastreduce
