@@ -43,7 +43,7 @@ ENVIRONMENT = {
 }
 SANITIZERS = {
     "thread": "-fsanitize=thread",
-    "address": "-fsanitize=address,undefined -fno-sanitize-recover=all",
+    "address": "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all",
 }
 CHECKED = "-std=c++17 -O1 -g -pthread -ffp-contract=off -DFR_BASELINE_ONLY -iquote csrc"
 
@@ -58,6 +58,8 @@ SABOTAGES = {
     "two_shot_staged_far": "no_barrier less_step",
     "ring": "no_tail no_head less_tail less_head relaxed_tail relaxed_head relaxed_wait"
     " early_tail early_head no_block_barrier",
+    "encoded": "no_enter no_barrier less_step relaxed_step relaxed_wait early_step"
+    " no_block_barrier",
     "reduce_scatter_one_shot": "no_enter same_slot",
     "reduce_scatter": "no_enter no_barrier",
     "reduce_scatter_staged": "no_barrier less_step",
@@ -81,6 +83,7 @@ VISIBLE = {
     "two_shot": "no_barrier",
     "two_shot_staged": "no_barrier less_step",
     "ring": "no_tail no_head",
+    "encoded": "no_barrier less_step",
     "all_gather_staged": "no_barrier",
     "barrier": "no_barrier",
 }
@@ -130,9 +133,12 @@ class Builder:
         return self._objects[key]
 
     def program(self, sources: list[Path], flags: str) -> Path:
-        objects = [self.start(source, flags) for source in sources]
-        target = self._folder / f"{sources[0].stem}-{next(self._numbers)}"
-        self._run(["g++", *shlex.split(flags), *[str(each.result()) for each in objects]], target)
+        return self.link([self.start(source, flags) for source in sources], flags)
+
+    def link(self, objects: list[Future[Path]], flags: str) -> Path:
+        paths = [each.result() for each in objects]
+        target = self._folder / f"{paths[0].stem}-{next(self._numbers)}"
+        self._run(["g++", *shlex.split(flags), *map(str, paths)], target)
         return target
 
     def finish(self) -> None:
@@ -168,10 +174,16 @@ LAUNCHES = [
 # What a communicator of GPUs launches, with kernels that run on threads.
 LAUNCH_CASES = ["all_reduce", "others", "mismatch", "never_launched", "lost", "killed"]
 LAUNCH_CASES += ["not_missed", "closing", "arguments"]
+WIRES = [
+    TESTS / "wires.cpp",
+    ROOT / "csrc" / "host.cpp",
+    ROOT / "csrc" / "shared_memory.cpp",
+]
 UNITS = [TESTS / "units.cpp"]
 UNIT_FLAGS = {"checked": f"{CHECKED} {SANITIZERS['address']}"} | {
     name: f"{FLAGS} {flags} -iquote csrc" for name, flags in INSTRUCTION_SETS.items()
 }
+WIRE_FLAGS = {"checked": f"{CHECKED} {SANITIZERS['address']}", "shipped": f"{FLAGS} -iquote csrc"}
 
 
 def strict_flags(instruction_set: str) -> str:
@@ -192,6 +204,8 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
         for source in PROTOCOLS:
             made.start(source, f"{CHECKED} {flags}")
     made.start(LAUNCHES[0], f"{CHECKED} {SANITIZERS['thread']}")
+    for flags in WIRE_FLAGS.values():
+        made.start(WIRES[0], flags)
     for flags in UNIT_FLAGS.values():
         made.start(UNITS[0], flags)
     for path, name in STRICT:
@@ -318,6 +332,38 @@ def test_arithmetic_and_schedules(builder: Builder, build: str) -> None:
     expect_healthy(done)
 
 
+@pytest.fixture(scope="session")
+def shipped_wires(builder: Builder) -> Path:
+    """Over the kernels of all instruction sets, as they are compiled for the library."""
+    objects = [builder.start(WIRES[0], WIRE_FLAGS["shipped"])]
+    objects += [builder.start(source, strict_flags("baseline")) for source in WIRES[1:]]
+    objects += [builder.start(KERNELS, strict_flags(name)) for name in INSTRUCTION_SETS]
+    return builder.link(objects, WIRE_FLAGS["shipped"])
+
+
+def run_wires(program: Path, name: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [program, name],
+        env=os.environ | ENVIRONMENT | {"FASTREDUCE_ISA": name},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_messages_are_the_same_bytes(shipped_wires: Path, name: str) -> None:
+    done = run_wires(shipped_wires, name)
+    if done.returncode == 77:
+        pytest.skip(f"this processor has no {name}")
+    expect_healthy(done)
+
+
+def test_messages_are_checked(builder: Builder) -> None:
+    expect_healthy(run_wires(builder.program(WIRES, WIRE_FLAGS["checked"]), "baseline"))
+
+
 each_strict = pytest.mark.parametrize(
     ("source", "name"), STRICT, ids=[f"{source.stem}-{name}" for source, name in STRICT]
 )
@@ -345,7 +391,9 @@ def foreign_functions(compiled: Path, name: str) -> list[str]:
         ["nm", "-C", compiled], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     merged = [line for line in symbols if line[17:18] in ("W", "V", "u")]
-    return [line for line in merged if f"fastreduce::{name}::" not in line]
+    own = f"fastreduce::{name}::"
+    # A pointer to the C++ library's own function.
+    return [line for line in merged if own not in line and " DW.ref.__gxx_" not in line]
 
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")

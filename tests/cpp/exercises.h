@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "encoding.h"
+#include "host_wire.h"
 #include "ranks.h"
 #include "reference.h"
 #include "run.h"
@@ -23,6 +25,7 @@ enum class Form {
   two_shot_staged,
   two_shot_staged_far,
   ring,
+  encoded,
   reduce_scatter_one_shot,
   reduce_scatter,
   reduce_scatter_staged,
@@ -47,6 +50,7 @@ constexpr const char* kForms[] = {
     "two_shot_staged",
     "two_shot_staged_far",
     "ring",
+    "encoded",
     "reduce_scatter_one_shot",
     "reduce_scatter",
     "reduce_scatter_staged",
@@ -140,6 +144,8 @@ inline std::size_t count_of(int call, std::size_t largest, Random& random) {
 template <class T>
 class Tensors {
  public:
+  static constexpr unsigned char kPoison = 0xa5;
+
   Tensors(int world, std::size_t largest, bool misaligned)
       : shift_(misaligned ? 1 : 0), memory_(world) {
     for (auto& each : memory_) each.resize((largest + 2 * kAround) * sizeof(T) + 1);
@@ -158,7 +164,6 @@ class Tensors {
 
  private:
   static constexpr std::size_t kAround = 16;
-  static constexpr unsigned char kPoison = 0xa5;
   static std::size_t first(int rank, int call) { return kAround + (7 * call + 3 * rank) % 5; }
 
   std::size_t shift_;
@@ -478,6 +483,260 @@ class Transfer : public Collective<char> {
     made.outputs.assign(shape.world, is_all_gather(form) ? gathered : made.inputs[made.root]);
     return made;
   }
+};
+
+// What a thread does of a block's pieces: every so-manieth run.
+class SharedCoder {
+ public:
+  SharedCoder(const Coding& coding, const TestBlock& block)
+      : coder_(coding), coding_(coding), block_(block) {}
+
+  const fastreduce::Plan& plan() const { return coding_.plan; }
+  void encode(int chunk, Range runs, char* to) {
+    each(chunk, runs, [&](Range run, std::size_t at) { coder_.encode(chunk, run, to + at); });
+  }
+  void reduce(Range runs, const char* const* from, char* to) {
+    each(coding_.rank, runs, [&](Range run, std::size_t at) {
+      const char* here[kMaxRanks];
+      for (int p = 0; p < coding_.plan.world; ++p) here[p] = from[p] + at;
+      coder_.reduce(run, here, to + at);
+    });
+  }
+  void decode(int chunk, Range runs, const char* from) {
+    each(chunk, runs, [&](Range run, std::size_t at) { coder_.decode(chunk, run, from + at); });
+  }
+
+ private:
+  template <class Visit>
+  void each(int chunk, Range runs, const Visit& visit) const {
+    if (block_.threads() == 1) {
+      visit(runs, 0);
+      return;
+    }
+    for (std::size_t i = runs.begin + block_.thread(); i < runs.end; i += block_.threads())
+      visit({i, i + 1},
+            run_at(plan(), chunk, i, 0).byte - run_at(plan(), chunk, runs.begin, 0).byte);
+  }
+
+  HostCoder coder_;
+  const Coding& coding_;
+  const TestBlock& block_;
+};
+
+// All-reduce in wire formats: several buffers of several parameters each in turns, with residuals
+// that turn from step to step.
+template <class T>
+class Encoding : public Exercise {
+ public:
+  Encoding(const Shape& shape, int calls, std::uint64_t seed, DType residual_dtype)
+      : world_(shape.world), residual_dtype_(residual_dtype) {
+    Random random(seed);
+    for (int b = 0; b < kBuffers; ++b) {
+      buffers_.push_back(std::make_unique<Buffer>(shape, spans_of(b, shape, random)));
+      Buffer& buffer = *buffers_.back();
+      buffer.holdings.resize(world_);
+      for (Holding& holding : buffer.holdings) {
+        holding.gradient = Values(dtype(), buffer.elements);
+        for (const Span& span : buffer.spans) holding.kept.push_back(kept_of(span));
+      }
+    }
+    std::vector<std::vector<Holding>> expected;
+    for (const auto& buffer : buffers_) expected.push_back(buffer->holdings);
+    std::vector<int> now(kBuffers);
+    for (int call = 0; call < calls; ++call) {
+      const int b = call % kBuffers;
+      calls_.push_back(call_of(*buffers_[b], call, now[b], expected[b], random));
+      if (calls_.back().finite) now[b] = 1 - now[b];
+    }
+  }
+
+  int calls() const override { return static_cast<int>(calls_.size()); }
+  bool one_block(int call) const override { return call % 5 == 4; }
+  bool greets(int) const override { return false; }
+
+  void prepare(const View& view, std::uint32_t, int call) override {
+    Buffer& buffer = buffer_of(call);
+    const Values& input = calls_[call].inputs[view.rank];
+    buffer.tensors.poison(view.rank);
+    T* const at = buffer.tensors.at(view.rank, call);
+    std::copy_n(input.bytes.data(), input.bytes.size(), reinterpret_cast<unsigned char*>(at));
+    buffer.told[view.rank] =
+        std::make_unique<Told>(buffer.planned.plan(), calls_[call].step, view.rank,
+                               buffer.holdings[view.rank], residual_dtype_, dtype(), at);
+  }
+
+  bool run(TestBlock& block, const View& view, std::uint32_t, int call) override {
+    SharedCoder coder(buffer_of(call).told[view.rank]->coding(), block);
+    return encoded(block, view, coder);
+  }
+
+  std::string check(int rank, int call) override {
+    const std::string error = differs(rank, call);
+    if (error.empty()) return "";
+    return "encoded, call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": " +
+           error;
+  }
+
+ private:
+  static constexpr int kBuffers = 6;
+
+  struct Buffer {
+    Buffer(const Shape& shape, const std::vector<Span>& made)
+        : spans(made),
+          planned(shape.world, made),
+          elements(elements_of(made)),
+          tensors(shape.world, elements, false),
+          told(shape.world) {}
+    static std::size_t elements_of(const std::vector<Span>& spans) {
+      return spans.empty() ? 0 : spans.back().offset + spans.back().count;
+    }
+    std::vector<Span> spans;
+    Planned planned;
+    std::size_t elements;
+    Tensors<T> tensors;
+    std::vector<Holding> holdings;            // of each rank: its residuals
+    std::vector<std::unique_ptr<Told>> told;  // what each rank is told of this call
+  };
+
+  // A call, and what should come of it.
+  struct Called {
+    Step step;
+    bool finite = true;
+    std::vector<Values> inputs;  // of each rank
+    Values output;
+    std::vector<std::vector<Values>> sent;  // of each rank, of each span: as they will be
+    std::vector<std::vector<Values>> reduced;
+  };
+
+  static constexpr DType dtype() {
+    return std::is_same<T, Half>::value       ? DType::float16
+           : std::is_same<T, BFloat16>::value ? DType::bfloat16
+                                              : DType::float32;
+  }
+  Buffer& buffer_of(int call) const { return *buffers_[call % kBuffers]; }
+
+  // No residuals of every fifth.
+  Kept kept_of(const Span& span) const {
+    Kept kept;
+    for (Values* each : {kept.sent, kept.reduced})
+      for (int k = 0; k < 2; ++k)
+        each[k] = Values(residual_dtype_, span.key % 5 == 4 ? 0 : span.count);
+    return kept;
+  }
+
+  std::string differs(int rank, int call) {
+    Buffer& buffer = buffer_of(call);
+    const Called& called = calls_[call];
+    T* const at = buffer.tensors.at(rank, call);
+    std::vector<T> expected(buffer.elements);
+    std::copy_n(called.output.bytes.data(), called.output.bytes.size(),
+                reinterpret_cast<unsigned char*>(expected.data()));
+    std::string error = difference(at, expected);
+    if (error.empty() && !buffer.tensors.intact_around(rank, call, expected.size()))
+      error = "wrote outside the gradient";
+    if (error.empty() && buffer.told[rank]->finite() != called.finite)
+      error = "told otherwise whether all is finite";
+    const int next = 1 - called.step.now;
+    for (std::size_t s = 0; s < buffer.spans.size() && error.empty(); ++s) {
+      const Kept& kept = buffer.holdings[rank].kept[s];
+      if (kept.sent[next].bytes != called.sent[rank][s].bytes)
+        error = "what it has sent, span " + std::to_string(s);
+      else if (kept.reduced[next].bytes != called.reduced[rank][s].bytes)
+        error = "what it has reduced, span " + std::to_string(s);
+    }
+    return error;
+  }
+
+  // Nothing; one element; a parameter of many pieces, of fewer runs than ranks; and mixtures.
+  static std::vector<Span> spans_of(int which, const Shape& shape, Random& random) {
+    const std::size_t room = shape.stage_bytes / 4 / 64 * 64 / (shape.world + 1);
+    std::vector<Span> spans;
+    std::uint64_t offset = 0;
+    const auto add = [&](std::size_t most, bool exactly) {
+      Span span;
+      span.format = static_cast<Format>(random.below(kFormats));
+      span.stochastic = random.below(2) != 0;
+      span.key = random.next() << 1 ^ random.next();
+      if (random.below(8) == 0) span.key = ~0u - random.below(3);
+      constexpr std::uint16_t kRuns[] = {4, 8, 16, 32, 60, 64, 96, 128, 256, 480};
+      do span.run = kRuns[random.below(std::size(kRuns))];
+      while (span.record() > room || (span.run < 32 && record_bytes(span.format, 32) <= room));
+      span.offset = offset;
+      span.count = exactly ? most : random.below(static_cast<std::uint32_t>(most));
+      offset += span.count + random.below(3);
+      spans.push_back(span);
+    };
+    const std::size_t runs = static_cast<std::size_t>(shape.world) * shape.blocks;
+    switch (which) {
+      case 0:
+        add(1, true);
+        break;
+      case 1:
+        add(1, true);
+        spans[0].count = 5 * runs * spans[0].run + 3;
+        break;
+      case 2:
+        for (std::size_t s = 0; s < 1 + 2 * runs; ++s) add(90, false);
+        break;
+      case 3:
+        if (random.below(2) == 0)
+          for (int s = 0; s < 3; ++s) add(0, true);
+        break;
+      case 4:
+        add(1, true);
+        spans[0].count = spans[0].run + 1;
+        break;
+      default:
+        for (int s = 0; s < 4; ++s) add(150 * runs + 1, false);
+    }
+    return spans;
+  }
+
+  Called call_of(const Buffer& buffer, int call, int now, std::vector<Holding>& holdings,
+                 Random& random) const {
+    const auto draw = [&] { return random.next(); };
+    Called made;
+    made.step.seed = 0x123456789abcdefull * static_cast<unsigned>(call);
+    made.step.number = static_cast<std::uint32_t>(call);
+    made.step.now = now;
+    made.step.factors.assign(world_, 1);
+    if (call % 4 == 3)
+      for (int p = 0; p < world_; ++p)
+        made.step.factors[p] = p % 5 == 0 && world_ > 1 ? 0 : 0.7f + 0.1f * static_cast<float>(p);
+    // Of some parameters no rank has anything to send.
+    std::vector<bool> unused;
+    for (std::size_t s = 0; s < buffer.spans.size(); ++s)
+      unused.push_back(random.below(6) == 0 && call >= kBuffers);
+    for (int p = 0; p < world_; ++p) {
+      made.step.absent.emplace_back();
+      for (std::size_t s = 0; s < buffer.spans.size(); ++s)
+        made.step.absent[p].push_back(unused[s] || (call % 3 == 2 && random.below(3) == 0));
+      Values& gradient = holdings[p].gradient;
+      std::fill(gradient.bytes.begin(), gradient.bytes.end(), Tensors<T>::kPoison);
+      for (const Span& span : buffer.spans) {
+        const auto mood = static_cast<Mood>(random.below(call % 4 == 2 ? kMoods : kMoods - 1));
+        for (std::size_t i = 0; i < span.count; ++i)
+          gradient.set(span.offset + i,
+                       mood_value(random.below(2) == 0 ? Mood::ordinary : mood, draw));
+      }
+      made.inputs.push_back(gradient);
+    }
+    made.finite = step_of(buffer.spans, made.step, holdings).finite;
+    made.output = holdings[0].gradient;
+    made.sent.resize(world_);
+    made.reduced.resize(world_);
+    for (int p = 0; p < world_; ++p)
+      for (const Kept& kept : holdings[p].kept) {
+        made.sent[p].push_back(kept.sent[1 - now]);
+        made.reduced[p].push_back(kept.reduced[1 - now]);
+      }
+    return made;
+  }
+
+  int world_;
+  DType residual_dtype_;
+  std::vector<std::unique_ptr<Buffer>> buffers_;
+  std::vector<Called> calls_;
 };
 
 // Plain memory that nothing but barrier() orders: every block writes its word, and reads those

@@ -88,19 +88,37 @@ std::unique_ptr<Exercise> reduction(int turn, const Shape& shape, const std::vec
 }
 constexpr int kFloatSum = 3;  // and their number
 
+std::unique_ptr<Exercise> encoding(int turn, const Shape& shape, int calls, std::uint64_t seed) {
+  switch (turn) {
+    case 0:
+      return std::make_unique<Encoding<BFloat16>>(shape, calls, seed, DType::bfloat16);
+    case 1:
+      return std::make_unique<Encoding<Half>>(shape, calls, seed, DType::float32);
+    case 2:
+      return std::make_unique<Encoding<float>>(shape, calls, seed, DType::bfloat16);
+    default:
+      return std::make_unique<Encoding<float>>(shape, calls, seed, DType::float32);
+  }
+}
+
 std::unique_ptr<Exercise> exercise(const Case& chosen, const Shape& shape, int turn,
                                    std::uint64_t seed, bool misaligned) {
   std::vector<Form> reductions;
   std::vector<Form> transfers;
+  bool encodes = false;
   for (const Form form : chosen.forms) {
     if (form == Form::ring && shape.world == 1) continue;  // a rank alone has no neighbour
-    (is_transfer(form) ? transfers : reductions).push_back(form);
+    if (form == Form::encoded)
+      encodes = true;
+    else
+      (is_transfer(form) ? transfers : reductions).push_back(form);
   }
   std::vector<std::unique_ptr<Exercise>> parts;
   if (!reductions.empty())
     parts.push_back(reduction(turn, shape, reductions, kCalls, seed, misaligned));
   if (!transfers.empty())
     parts.push_back(std::make_unique<Transfer>(shape, transfers, kCalls, seed));
+  if (encodes) parts.push_back(encoding(turn, shape, kCalls, seed));
   if (is(chosen, "barrier") || is(chosen, "medley"))
     parts.push_back(std::make_unique<Meeting>(shape, kCalls));
   return std::make_unique<Medley>(std::move(parts));
