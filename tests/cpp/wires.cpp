@@ -63,6 +63,18 @@ void check_philox() {
   }
 }
 
+// What a gradient cannot hold any more, see wire.h.
+void check_limits() {
+  for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+    Values value(dtype, 1);
+    const std::uint32_t limit = limit_of(dtype);
+    value.set(0, bits_float(limit));
+    expect(std::isinf(value.at(0)), "a limit is too high");
+    value.set(0, bits_float(limit - 1));
+    expect(std::isfinite(value.at(0)), "a limit is too low");
+  }
+}
+
 // Every run is reduced by one rank, whatever the key; and a message's runs are found wherever one
 // begins to look.
 void check_messages() {
@@ -335,6 +347,7 @@ void check_selection(DType dtype, bool random, Mood mood, std::size_t wanted, fl
 int main(int count, char** arguments) {
   if (count == 2 && std::strcmp(kernels().name, arguments[1]) != 0) return 77;
   check_philox();
+  check_limits();
   check_messages();
   for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16})
     for (const DType residual_dtype : {DType::float32, DType::bfloat16})
