@@ -9,8 +9,8 @@
 // are chosen.
 #pragma once
 
-#include <algorithm>
-#include <vector>
+#include <cstdlib>
+#include <new>
 
 #include "host_wire.h"
 
@@ -36,6 +36,33 @@ FR_FN std::size_t selection_bytes(std::uint64_t k) { return sizeof(Header) + k *
 
 inline namespace FR_ISA {
 
+// Memory for n items. A std::vector's functions would bear one name in the objects of all
+// instruction sets, and a linker takes whichever it likes.
+template <class T>
+class Room {
+ public:
+  explicit Room(std::size_t n = 0) { grow(n); }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  ~Room() { std::free(items_); }
+
+  // What is there stays.
+  void grow(std::size_t n) {
+    if (n <= size_) return;
+    void* const more = std::realloc(items_, n * sizeof(T));
+    if (more == nullptr) throw std::bad_alloc();
+    items_ = static_cast<T*>(more);
+    size_ = n;
+  }
+  T* data() { return items_; }
+  T& operator[](std::size_t i) { return items_[i]; }
+  std::size_t size() const { return size_; }
+
+ private:
+  T* items_ = nullptr;
+  std::size_t size_ = 0;
+};
+
 // An element that may be sent. Of two the one with the larger key is chosen first.
 struct Candidate {
   std::uint32_t key;
@@ -52,7 +79,8 @@ void each_tile(const Coding& coding, const Selection& selection, const Visit& vi
     const Span& span = coding.plan.span[s];
     if (coding.absent == nullptr || coding.absent[s] == 0) {
       for (std::size_t begin = 0; begin < span.count; begin += kMostOfRun) {
-        const std::size_t n = std::min<std::size_t>(kMostOfRun, span.count - begin);
+        const std::size_t left = span.count - begin;
+        const std::size_t n = left < kMostOfRun ? left : kMostOfRun;
         const HostTeam::Tile values =
             team.contribution(coding, span, coding.residuals[s].sent, begin, n);
         if (selection.random) {
@@ -72,28 +100,30 @@ void each_tile(const Coding& coding, const Selection& selection, const Visit& vi
 // A key from which on there are at least k, if there are so many, and not many more.
 inline std::uint32_t key_for(const Coding& coding, const Selection& selection) {
   constexpr int kLow = 16;  // of 31 bits
-  std::vector<std::uint32_t> count(1u << (31 - kLow));
+  constexpr std::size_t kBins = 1u << (31 - kLow);
+  Room<std::uint32_t> count(kBins);
+  for (std::size_t bin = 0; bin < kBins; ++bin) count[bin] = 0;
   each_tile(coding, selection,
             [&](std::size_t, std::uint32_t, std::size_t, std::size_t n, HostTeam::Tile,
                 const std::uint32_t* keys) {
               for (std::size_t i = 0; i < n; ++i) ++count[keys[i] >> kLow];
             });
   std::uint64_t above = 0;
-  std::size_t bin = count.size();
+  std::size_t bin = kBins;
   while (bin != 0 && above < selection.k) above += count[--bin];
   return static_cast<std::uint32_t>(bin << kLow);
 }
 
-// The candidates with keys from `least` on, by index. All values become the new residuals, and
-// `most` the largest magnitude.
-inline std::vector<Candidate> candidates_from(const Coding& coding, const Selection& selection,
-                                              std::uint32_t least, std::uint32_t* most) {
-  std::vector<Candidate> found;
+// The candidates with keys from `least` on, by index, and how many. All values become the new
+// residuals, and `most` the largest magnitude.
+inline std::size_t find_candidates(const Coding& coding, const Selection& selection,
+                                   std::uint32_t least, Room<Candidate>& found,
+                                   std::uint32_t* most) {
   std::size_t count = 0;
   each_tile(coding, selection,
             [&](std::size_t s, std::uint32_t index, std::size_t begin, std::size_t n,
                 HostTeam::Tile values, const std::uint32_t* keys) {
-              if (found.size() < count + n) found.resize(2 * (count + n));
+              if (found.size() < count + n) found.grow(2 * (count + n));
               Candidate* const to = found.data();
               const auto first = static_cast<std::uint32_t>(index + begin);
               std::size_t next = count;
@@ -102,13 +132,34 @@ inline std::vector<Candidate> candidates_from(const Coding& coding, const Select
                 next += keys[i] >= least;
               }
               count = next;
-              *most = std::max(
-                  *most, HostTeam::max(n, [&](std::size_t i) { return magnitude_of(values(i)); }));
+              const std::uint32_t here =
+                  HostTeam::max(n, [&](std::size_t i) { return magnitude_of(values(i)); });
+              *most = *most < here ? here : *most;
               auto* const kept = static_cast<float*>(coding.residuals[s].sent_next);
               if (kept != nullptr) std::memcpy(kept + begin, values.at, n * sizeof(float));
             });
-  found.resize(count);
-  return found;
+  return count;
+}
+
+// The k-th largest key of more than k candidates, digit by digit; `ties` becomes how many of those
+// with this very key belong to the k.
+inline std::uint32_t last_key(Room<Candidate>& found, std::size_t n, std::uint64_t k,
+                              std::uint64_t* ties) {
+  constexpr int kDigit = 11;
+  constexpr std::uint32_t kDigits = 1u << kDigit;
+  std::uint32_t prefix = 0;
+  std::uint32_t known = 0;
+  for (const int shift : {22, 11, 0}) {
+    std::uint32_t count[kDigits] = {};
+    for (std::size_t i = 0; i < n; ++i)
+      if ((found[i].key & known) == prefix) ++count[found[i].key >> shift & (kDigits - 1)];
+    std::uint32_t digit = kDigits - 1;
+    for (; k > count[digit]; --digit) k -= count[digit];
+    prefix |= digit << shift;
+    known |= (kDigits - 1) << shift;
+  }
+  *ties = k;
+  return prefix;
 }
 
 // Writes a message of selection_bytes(k) bytes, and what is not sent into the new residuals.
@@ -120,29 +171,27 @@ inline std::uint32_t select(const Coding& coding, const Selection& selection,
   const std::uint32_t lowest = selection.random ? 0 : selection.threshold;
   std::uint32_t most = 0;
   std::uint32_t from = expected > kMargin ? expected - kMargin : 0;
-  std::vector<Candidate> found;
-  if (expected != 0) found = candidates_from(coding, selection, std::max(from, lowest), &most);
-  if (expected == 0 || (found.size() < selection.k && from > lowest)) {
+  from = from < lowest ? lowest : from;
+  Room<Candidate> found;
+  std::size_t count = 0;
+  if (expected != 0) count = find_candidates(coding, selection, from, found, &most);
+  if (expected == 0 || (count < selection.k && from > lowest)) {
     from = key_for(coding, selection);
-    found = candidates_from(coding, selection, std::max(from, lowest), &most);
+    from = from < lowest ? lowest : from;
+    count = find_candidates(coding, selection, from, found, &most);
   }
 
   std::uint32_t least = 0;
   std::uint64_t ties = ~0ull;  // so many of those with this very key
-  if (found.size() > selection.k) {
-    std::vector<std::uint32_t> keys;
-    for (const Candidate& each : found) keys.push_back(each.key);
-    const auto last = keys.begin() + (selection.k - 1);
-    std::nth_element(keys.begin(), last, keys.end(), std::greater<>());
-    least = *last;
-    ties = selection.k - std::count_if(keys.begin(), last, [=](auto key) { return key > least; });
-  }
+  if (selection.k != 0 && count > selection.k) least = last_key(found, count, selection.k, &ties);
+  if (selection.k == 0) count = 0;
 
   auto* entry = reinterpret_cast<Entry*>(message + sizeof(Header));
   Entry* const first = entry;
   std::size_t s = 0;
   std::uint64_t before = 0;
-  for (const Candidate& each : found) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const Candidate& each = found[i];
     if (each.key < least || (each.key == least && ties == 0)) continue;
     if (each.key == least) --ties;
     *entry++ = each.entry;
@@ -160,13 +209,13 @@ inline std::uint32_t select(const Coding& coding, const Selection& selection,
   const Header header{static_cast<std::uint32_t>(entry - first), most < kInfinity ? 1u : 0u};
   std::memcpy(message, &header, sizeof header);
   for (; entry != first + selection.k; ++entry) *entry = {0, 0};
-  return found.size() > selection.k ? least : std::max({from, lowest, 1u});
+  return count > selection.k ? least : from != 0 ? from : 1;
 }
 
 // The gradient becomes the mean over the ranks of what they have sent. Missing elements are 0.
 inline void combine(const Coding& coding, const char* const* messages) {
   const int world = coding.plan.world;
-  std::vector<const Entry*> next(world), end(world);
+  Room<const Entry*> next(world), end(world);
   bool finite = true;
   for (int p = 0; p < world; ++p) {
     Header header;
@@ -177,22 +226,23 @@ inline void combine(const Coding& coding, const char* const* messages) {
   }
   const float share = share_of(world);
   HostTeam team;
-  std::vector<float> sums(static_cast<std::size_t>(world) * kMostOfRun);
+  Room<float> sums(static_cast<std::size_t>(world) * kMostOfRun);
   std::uint32_t most = 0;
   std::uint64_t index = 0;
   for (std::size_t s = 0; s < coding.plan.spans; ++s) {
     const Span& span = coding.plan.span[s];
     for (std::size_t begin = 0; begin < span.count; begin += kMostOfRun) {
-      const std::size_t n = std::min<std::size_t>(kMostOfRun, span.count - begin);
+      const std::size_t left = span.count - begin;
+      const std::size_t n = left < kMostOfRun ? left : kMostOfRun;
       const std::uint64_t first = index + begin;
-      std::fill(sums.begin(), sums.begin() + n, finite ? 0.0f : bits_float(kNan));
+      for (std::size_t i = 0; i < n; ++i) sums[i] = finite ? 0.0f : bits_float(kNan);
       bool some = false;
       for (int p = 0; p < world && finite; ++p)
         some = some || (next[p] != end[p] && next[p]->index < first + n);
       if (some) {
         for (int p = 0; p < world; ++p) {
           float* const own = sums.data() + p * kMostOfRun;
-          if (p != 0) std::fill(own, own + n, 0.0f);
+          for (std::size_t i = 0; i < n && p != 0; ++i) own[i] = 0;
           for (; next[p] != end[p] && next[p]->index < first + n; ++next[p])
             own[next[p]->index - first] = next[p]->value;
         }
@@ -205,7 +255,8 @@ inline void combine(const Coding& coding, const char* const* messages) {
           }
         for (std::size_t i = 0; i < n; ++i) sums[i] = sums[i] * share;
       }
-      most = std::max(most, team.put(coding, span.offset + begin, sums.data(), n));
+      const std::uint32_t here = team.put(coding, span.offset + begin, sums.data(), n);
+      most = most < here ? here : most;
     }
     index += span.count;
   }

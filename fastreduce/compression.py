@@ -20,7 +20,7 @@ from fastreduce.exchange import CPU, Layout
 from fastreduce.measure import Measurement, norm_of
 from fastreduce.process_group import Done
 from fastreduce.weights import Weight
-from fastreduce.wire import FP32, SELECTED, Policy, Wire, key_of
+from fastreduce.wire import FP32, SELECTED, Policy, Wire, key_of, part_of
 
 # Gradients of others travel as they are.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,67 +44,115 @@ class Residual:
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Zeros that nobody touches take no memory, on a CPU: a rank reduces its part only.
         self._sent = [torch.zeros(count, dtype=dtype, device=device) for _ in range(2)]
-        self._reduced = [torch.zeros(count, dtype=dtype, device=device) for _ in range(2)]
+        self._reduced = [self._sent[0][:0]] * 2
+        self._place = (0, 0, 0)  # block, and the elements that this rank reduces in such blocks
         self.now = 0
         self.holds = False  # something
-        self.block = 0  # of what has been reduced: who reduces what depends on it
+        self.version = 0  # of the memory
 
     @property
     def sent(self) -> Tensor:
         return self._sent[self.now]
 
     @property
-    def reduced(self) -> Tensor:
-        return self._reduced[self.now]
-
-    @property
     def next(self) -> Tensor:
         """What ``sent`` will be."""
         return self._sent[1 - self.now]
 
-    def reduce_in(self, block: int, world_size: int) -> None:
-        """From now on ranks reduce in runs of ``block`` elements, or, with 0, do not reduce. What
-        they kept back of other runs, they will send."""
-        if self.block not in (0, block):
-            self.sent.add_(self.reduced, alpha=world_size)
-            for each in self._reduced:
-                each.zero_()
-        self.block = block
+    @property
+    def reduced(self) -> Tensor:
+        """Of all elements; a copy."""
+        _, begin, end = self._place
+        whole = torch.zeros_like(self.sent)
+        whole[begin:end] = self._reduced[self.now]
+        return whole
+
+    def move(self, place: tuple[int, int, int], world_size: int) -> None:
+        """From now on this rank reduces other elements, in other runs: ``place`` is the block, the
+        first element, and the one after the last; none with 0, 0, 0. What it has kept back of those
+        before, it will send."""
+        _, first, last = self._place
+        # Nothing is changed in its memory: until the step counts, all can be taken back.
+        if first != last:
+            self._sent[self.now] = self.sent.clone()
+            self.sent[first:last] += self._reduced[self.now] * world_size
+        _, begin, end = self._place = place
+        self._reduced = [torch.zeros_like(self.sent[begin:end]) for _ in range(2)]
+        self.version += 1
+
+    def saved(self) -> tuple[Any, ...]:
+        """All that :meth:`move` and :meth:`turn` change."""
+        return (*self._sent, *self._reduced), self._place, self.now, self.holds
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Becomes what it was when it was saved, if that was in the last step."""
+        tensors, self._place, self.now, self.holds = saved
+        self._sent, self._reduced = [*tensors[:2]], [*tensors[2:]]
+        self.version += 1
+
+    def set(self, sent: Tensor, reduced: Tensor, place: tuple[int, int, int]) -> None:
+        """Takes over what was saved, of all elements; ``place`` as for :meth:`move`."""
+        self.sent.copy_(sent)
+        self._place = place
+        _, begin, end = place
+        self._reduced = [reduced[begin:end].to(self.sent).clone() for _ in range(2)]
+        self.holds = True
+        self.version += 1
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """As for :meth:`move`."""
+        return self._place
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All its memory."""
+        return (*self._sent, *self._reduced)
 
     def addresses(self) -> tuple[int, int, int, int]:
-        """As csrc/wire.h's Residuals."""
+        """As csrc/wire.h's Residuals: of the first element, whether or not this rank has it."""
         old, new = self.now, 1 - self.now
+        before = self._place[1] * self.sent.element_size()
         return (
             self._sent[old].data_ptr(),
             self._sent[new].data_ptr(),
-            self._reduced[old].data_ptr(),
-            self._reduced[new].data_ptr(),
+            self._reduced[old].data_ptr() - before,
+            self._reduced[new].data_ptr() - before,
         )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """It is used there, too, as long as it lives."""
-        for each in (*self._sent, *self._reduced):
+        for each in self.tensors():
             each.record_stream(stream)
 
     def turn(self, holds: bool) -> None:
-        """What is new becomes what is; what was is kept until the next step."""
+        """What is new becomes what is; what was is kept until the next step. Where nothing is kept
+        back any more, neither is the rounding of the last mean to 16 bits."""
         self.now = 1 - self.now
         self.holds = holds
+        if not holds:
+            self._reduced[self.now].zero_()
 
 
 @dataclass
 class _Section:
-    """A parameter in a bucket, in one phase."""
+    """A parameter in a bucket, in one phase.
+
+    Attributes:
+        place: which of its elements this rank reduces, see :meth:`Residual.move`.
+        plain: it travels as it is.
+        keeps: there will be a residual after the step.
+    """
 
     name: str
     parameter: nn.Parameter
     offset: int
     count: int
     wire: Wire
-    residual: Residual | None
-    keeps: bool  # there will be a residual after this step
+    plain: bool = False
+    keeps: bool = False
+    residual: Residual | None = None
+    place: tuple[int, int, int] = (0, 0, 0)
 
 
 class _Part(Layout):
@@ -119,12 +167,15 @@ class _Part(Layout):
             rows.append((each.offset, each.count, key, number, stochastic, each.wire.block))
         super().__init__(world_size, rows, sections[0].parameter.device)
         self.sections = sections
-        self._addresses: dict[bytes, Tensor] = {}
+        self._addresses: dict[tuple[Any, ...], Tensor] = {}
 
     def residuals(self) -> Tensor:
         """The addresses of all residuals, as they are now: int64, 4 for every section. On a GPU
         made on the current stream, on which the residuals then are used."""
-        turned = bytes(each.residual.now if each.residual else 0 for each in self.sections)
+        turned = tuple(
+            (each.residual.now, each.residual.version) if each.residual else None
+            for each in self.sections
+        )
         if turned not in self._addresses:
             rows = [e.residual.addresses() if e.residual else (0, 0, 0, 0) for e in self.sections]
             if len(self._addresses) > 3:
@@ -191,6 +242,7 @@ class _Bucket:
     encoded: _Part | None
     selected: list[_Selected]
     factored: list[_Section]
+    step: int = 0  # the last one that used it
 
     def parts(self) -> list[_Part]:
         """What the kernels encode."""
@@ -204,6 +256,30 @@ class _Bucket:
         """What a rank sends to others in a step."""
         factors = sum(lowrank.sent_bytes(each.parameter, each.wire.rank) for each in self.factored)
         return sum(part.sent_bytes(rank) for part in self.parts()) + factors
+
+
+class Step:
+    """A synchronised pass, as far as it has come.
+
+    Args:
+        number: of the pass, from 0 on.
+        weighted: its ranks give weights.
+    """
+
+    def __init__(self, number: int, weighted: bool) -> None:
+        self.number = number
+        self.weighted = weighted
+        self.finite = True
+        self.flags: list[cuda.Flag] = []  # what GPUs know of that
+        self.entered: list[_Section] = []  # whose new residuals have been written
+        self.undo: dict[Residual, tuple[Any, ...]] = {}  # what they were before
+        self.starts: dict[str, Tensor] = {}  # new ones, of low-rank factors
+        self.starts_before: dict[str, Tensor] | None = None
+        # The sum of the ranks' weights, as the calls between hosts find it, and as others do.
+        self.totals: list[Any] = []
+        self.total: float | None = None
+        self.ended: bool | None = None  # and whether it is to be discarded
+        self.concluded = False
 
 
 class Compression:
@@ -231,92 +307,120 @@ class Compression:
         self._residual_dtype = residual_dtype
         self._residuals: dict[str, Residual] = {}
         self._layouts: dict[tuple[Any, ...], _Bucket | None] = {}
-        self._step = -1
-        self._finite = True
-        self._flags: list[cuda.Flag] = []  # what GPUs know of that
-        self._ended: bool | None = None  # that a pass has, and whether it is to be discarded
-        # Of a bucket's parameters: which layout they had last.
-        self._latest: dict[tuple[str, ...], _Bucket] = {}
         self._starts: dict[str, Tensor] = {}  # of low-rank factors, the same on all ranks
-        self._next_starts: dict[str, Tensor] = {}
-        self._entered: list[_Section] = []  # of the pass under way
-        self._turned: list[tuple[Residual, bool]] = []  # of the last one, and what they held before
-        # The sum of the ranks' weights in the pass under way, as the two ways find it.
-        self._totals: list[Any] = []
-        self._chosen_totals: list[float] = []
+        self._last: Step
+        self.clear(0)
         self._lock = threading.Lock()
 
-    def connect(self, communicator: Communicator, device: torch.device = CPU) -> None:
-        """Over which all is reduced, and where gradients lie. Collective between hosts and GPUs."""
+    def connect(
+        self,
+        communicator: Communicator,
+        shapes: Mapping[str, torch.Size],
+        device: torch.device = CPU,
+    ) -> None:
+        """Over which all is reduced, the parameters, and where gradients lie. Collective between
+        hosts and GPUs."""
         self._communicator = communicator
+        self._shapes = shapes
         elsewhere = device.type == "cuda" or not communicator.shared_memory
         if elsewhere and communicator.world_size > 1:
             communicator.exchange(device)
 
     # -- a pass -------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A synchronised pass begins."""
+    def begin(self, *, weighted: bool) -> Step:
+        """A synchronised pass begins, with weights or without. Collective between hosts: whether
+        all ranks encode alike."""
         self._conclude()
-        self._flags = []
-        self._step += 1
-        self._finite = True
-        self._entered = []
-        self._turned = []
-        self._next_starts = {}
-        self._totals, self._chosen_totals = [], []
+        if self._last.ended is None:  # it failed
+            self._take_back(self._last)
+        step = self._last = Step(self._last.number + 1, weighted)
+        if self._communicator.world_size > 1 and not self._communicator.shared_memory:
+            self._agree(step)
+        for bucket in self._layouts.values():  # DDP rebuilds its buckets
+            for part in [] if bucket is None or bucket.step + 1 >= step.number else bucket.parts():
+                part.release()
+        return step
+
+    def _agree(self, step: Step) -> None:
+        """Ranks of which one encodes and another does not would wait for each other."""
+        held = sorted(name for name, each in self._residuals.items() if each.holds)
+        own = (
+            step.number,
+            step.weighted,
+            self._seed,
+            self._policy.fingerprint(self._shapes, step.number),
+            held,
+        )
+        sums = torch.zeros(self._communicator.world_size, dtype=torch.int64)
+        mine = torch.tensor([zlib.crc32(repr(own).encode())])
+        self._communicator.all_gather(sums, mine)
+        for rank, found in enumerate(sums.tolist()):
+            if found != sums[0]:
+                raise RuntimeError(
+                    f"rank {rank} encodes step {step.number} otherwise than rank 0: do all have "
+                    "the same wire, schedule, seed and loaded state, and all give weights or none?"
+                )
 
     def layout(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
+        self, step: Step, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
     ) -> _Bucket | None:
-        """How a bucket with these parameters is encoded in this pass; None if it travels as it is.
+        """How a bucket with these parameters is encoded in this step; None if it travels as it is.
         The same on all ranks: it depends on names, shapes, the step, and what steps before did."""
         if dtype not in _DTYPES:
             return None
-        phase = self._policy.phase(self._step)
+        phase = self._policy.phase(step.number)
         names = tuple(name for name, _ in parameters)
         held = bytes(name in self._residuals and self._residuals[name].holds for name in names)
-        key = names, dtype, phase, held
+        key = names, dtype, phase, held, step.weighted
         if key not in self._layouts:
-            self._layouts[key] = self._lay_out(parameters, dtype)
+            self._layouts[key] = self._lay_out(step, parameters, dtype)
         bucket = self._layouts[key]
-        if bucket is not None and self._latest.get(names) is not bucket:
-            self._prepare(bucket)
-            self._latest[names] = bucket
+        if bucket is not None:
+            bucket.step = step.number
+            for section in bucket.sections():
+                residual = section.residual
+                if residual is not None and residual.place != section.place:
+                    step.undo.setdefault(residual, residual.saved())
+                    residual.move(section.place, self._communicator.world_size)
         return bucket
 
     def _lay_out(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
+        self, step: Step, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
     ) -> _Bucket | None:
+        ranks, rank = self._communicator.world_size, self._communicator.rank
         sections = []
         nbytes: dict[Wire, int] = {}
-        native = _NATIVE[dtype]
         offset = 0
         for name, parameter in parameters:
-            wire = self._policy.of(name, parameter.shape, self._step)
-            smaller = wire.format != "lowrank" or lowrank.pays(parameter, wire.rank)
-            if self._communicator.world_size == 1 or not wire.loses(dtype) or not smaller:
-                wire = native
+            wire = self._policy.of(name, parameter.shape, step.number)
             count = elements_of(parameter)
-            nbytes[wire] = nbytes.get(wire, 0) + count * dtype.itemsize
-            sections.append(_Section(name, parameter, offset, count, wire, None, False))
+            each = _Section(name, parameter, offset, count, wire)
+            larger = wire.format == "lowrank" and not lowrank.pays(parameter, wire.rank)
+            each.plain = ranks == 1 or larger or not wire.loses(dtype)
+            if not each.plain:
+                nbytes[wire] = nbytes.get(wire, 0) + count * dtype.itemsize
+            sections.append(each)
             offset += count
+        # In its own format a 16-bit gradient loses nothing, unless it is multiplied before.
+        native = FP32 if step.weighted else _NATIVE[dtype]
         for each in sections:
-            if self._policy.stays_uncompressed(nbytes[each.wire]):
-                each.wire = native
-            each.keeps = each.wire is not native and each.wire.feedback
+            each.plain = each.plain or self._policy.stays_uncompressed(nbytes[each.wire])
+            each.keeps = not each.plain and each.wire.feedback
             found = self._residuals.get(each.name)
-            if found is not None and found.holds and not each.keeps:
-                each.wire = FP32  # what is left is sent, and nothing is lost
-            elif each.keeps and found is None:
+            if each.keeps and found is None:
                 found = Residual(each.count, self._residual_dtype, each.parameter.device)
                 self._residuals[each.name] = found
-            elif not each.keeps:
-                found = None
-            each.residual = found
-        if all(each.wire is native and each.residual is None for each in sections):
+            if each.keeps or (found is not None and found.holds):
+                each.residual = found
+            if each.residual is not None and not each.keeps:
+                each.wire, each.plain = FP32, False  # what is left is sent, and nothing is lost
+            elif each.plain:
+                each.wire = native
+            if each.residual is not None and each.wire.format in enums.FORMAT:
+                each.place = part_of(each.count, each.wire.block, key_of(each.name), ranks, rank)
+        if all(each.plain for each in sections):
             return None
-        world_size = self._communicator.world_size
         by_wire: dict[Wire, list[_Section]] = {}
         rest, factored = [], []
         for each in sections:
@@ -328,19 +432,12 @@ class Compression:
                 rest.append(each)
         if by_wire and self._residual_dtype != torch.float32:
             raise ValueError("residual_dtype: topk, randomk and threshold need float32")
-        selected = [_Selected(each, world_size) for each in by_wire.values()]
-        return _Bucket(_Part(rest, world_size) if rest else None, selected, factored)
-
-    def _prepare(self, bucket: _Bucket) -> None:
-        """What was kept back by ranks that reduce, and will not reduce the same any more, they
-        send."""
-        for section in bucket.sections():
-            if section.residual is not None:
-                block = section.wire.block if section.wire.format in enums.FORMAT else 0
-                section.residual.reduce_in(block, self._communicator.world_size)
+        selected = [_Selected(each, ranks) for each in by_wire.values()]
+        return _Bucket(_Part(rest, ranks) if rest else None, selected, factored)
 
     def all_reduce(
         self,
+        step: Step,
         bucket: _Bucket,
         buffer: Tensor,
         *,
@@ -366,11 +463,18 @@ class Compression:
                 f"got {buffer.device}"
             )
         average = partial(
-            self._average, bucket, buffer, absent=absent, scale=scale, weight=weight, done=done
+            self._average,
+            step,
+            bucket,
+            buffer,
+            absent=absent,
+            scale=scale,
+            weight=weight,
+            done=done,
         )
         if self.measurement is None or not self.measurement.passes:
             return average(here=here)
-        self._measure(self.measurement, bucket, buffer, absent, scale, weight, average)
+        self._measure(self.measurement, step, bucket, buffer, absent, scale, weight, average)
         future: Future[Tensor] = Future()
         future.set_result(buffer)
         return future
@@ -378,6 +482,7 @@ class Compression:
     def _measure(
         self,
         measurement: Measurement,
+        step: Step,
         bucket: _Bucket,
         buffer: Tensor,
         absent: set[str],
@@ -389,7 +494,7 @@ class Compression:
 
         def encode(copy: Tensor) -> None:
             for part in bucket.parts():
-                part.rehearse(self._coding(part, copy, 1.0, absent), rank)
+                part.rehearse(self._coding(step, part, copy, 1.0, absent), rank)
 
         measurement.compare(
             tuple(each.name for each in sections),
@@ -405,6 +510,7 @@ class Compression:
 
     def _average(
         self,
+        step: Step,
         bucket: _Bucket,
         buffer: Tensor,
         *,
@@ -418,21 +524,21 @@ class Compression:
         ranks = self._communicator.world_size
         total = float(ranks)
         if weight is not None and (bucket.selected or bucket.factored):
-            if not self._chosen_totals:
-                self._chosen_totals.append(self._communicator.total(weight))
-            total = self._chosen_totals[0]
+            if step.total is None:
+                step.total = self._communicator.total(weight)
+            total = step.total
         factor = scale * ranks / total if total else 0.0
         for each in bucket.factored:
-            self._factor(each, buffer, factor, absent)
+            self._factor(step, each, buffer, factor, absent)
         for part in bucket.selected:
-            used = self._coding(part, buffer, factor, absent)
+            used = self._coding(step, part, buffer, factor, absent)
             ends.append(
                 self._communicator.all_gather_encoded(
                     buffer,
                     part,
                     part.message_bytes,
                     partial(part.select, used),
-                    partial(self._combine, part, used),
+                    partial(self._combine, step, part, used),
                     here=here,
                 )
             )
@@ -442,11 +548,11 @@ class Compression:
                 self._communicator.all_reduce_encoded(
                     buffer,
                     encoded,
-                    lambda factor: self._coding(encoded, buffer, factor, absent),
-                    partial(self._settle, encoded),
+                    lambda factor: self._coding(step, encoded, buffer, factor, absent),
+                    partial(self._settle, step, encoded),
                     scale=scale,
                     weight=weight,
-                    totals=self._totals,
+                    totals=step.totals,
                     here=here,
                     done=done,
                 )
@@ -463,7 +569,9 @@ class Compression:
 
         return torch.futures.collect_all(ends).then(whole)
 
-    def _coding(self, part: _Part, buffer: Tensor, factor: float | Tensor, absent: set[str]) -> Any:
+    def _coding(
+        self, step: Step, part: _Part, buffer: Tensor, factor: float | Tensor, absent: set[str]
+    ) -> Any:
         """For the kernels of the buffer's device."""
         flags = None
         if absent:
@@ -478,7 +586,7 @@ class Compression:
                 self._residual_dtype,
                 None if flags is None else cuda.on_device(flags, buffer.device),
                 self._seed,
-                self._step & 0xFFFFFFFF,
+                step.number & 0xFFFFFFFF,
             )
         return _C.WireCoding(
             part.spans,
@@ -490,22 +598,26 @@ class Compression:
             enums.DTYPE[self._residual_dtype],
             0 if flags is None else flags.data_ptr(),
             self._seed,
-            self._step & 0xFFFFFFFF,
+            step.number & 0xFFFFFFFF,
         )
 
-    def _combine(self, part: _Selected, coding: _C.WireCoding, messages: list[Tensor]) -> None:
+    def _combine(
+        self, step: Step, part: _Selected, coding: _C.WireCoding, messages: list[Tensor]
+    ) -> None:
         coding.combine([each.data_ptr() for each in messages])
-        self._settle(part, coding)
+        self._settle(step, part, coding)
 
-    def _settle(self, part: _Part, coding: _C.WireCoding | cuda.WireCoding) -> None:
+    def _settle(self, step: Step, part: _Part, coding: _C.WireCoding | cuda.WireCoding) -> None:
         with self._lock:
             if isinstance(coding, _C.WireCoding):
-                self._finite = self._finite and coding.finite
+                step.finite = step.finite and coding.finite
             elif coding.finite is not None:
-                self._flags.append(coding.finite)
-            self._entered += part.sections
+                step.flags.append(coding.finite)
+            step.entered += part.sections
 
-    def _factor(self, section: _Section, buffer: Tensor, factor: float, absent: set[str]) -> None:
+    def _factor(
+        self, step: Step, section: _Section, buffer: Tensor, factor: float, absent: set[str]
+    ) -> None:
         """A matrix, at once: how its factors are computed is no kernel of ours."""
         residual = section.residual
         flat = buffer[section.offset : section.offset + section.count]
@@ -529,27 +641,28 @@ class Compression:
                 new += _shaped(residual.sent, section.parameter)
             _shaped(residual.next, section.parameter).copy_(new)
         with self._lock:
-            self._finite = self._finite and bool(flat.isfinite().all())
-            self._entered.append(section)
+            step.finite = step.finite and bool(flat.isfinite().all())
+            step.entered.append(section)
             if start is not None:
-                self._next_starts[section.name] = start
+                step.starts[section.name] = start
 
-    def watch(self, gradient: Tensor) -> None:
+    def watch(self, step: Step, gradient: Tensor) -> None:
         """Of a bucket that has been averaged uncompressed: whether it is finite counts, too."""
-        if self._residuals:
-            values = gradient._values() if gradient.is_sparse else gradient
-            finite = values.isfinite().all()
-            with self._lock:
-                if values.is_cuda:
-                    self._flags.append(cuda.Flag(finite))
-                else:
-                    self._finite = self._finite and bool(finite)
+        if not self._residuals and not self._policy.may_lose(step.number):
+            return
+        values = gradient._values() if gradient.is_sparse else gradient
+        finite = values.isfinite().all()
+        with self._lock:
+            if values.is_cuda:
+                step.flags.append(cuda.Flag(finite))
+            else:
+                step.finite = step.finite and bool(finite)
 
-    def end(self, *, discard: bool = False) -> None:
+    def end(self, step: Step, *, discard: bool = False) -> None:
         """All buckets of a pass have been averaged: their residuals count, if all are finite and
         the gradients are not discarded."""
-        self._ended = discard
-        if not self._flags:
+        step.ended = discard
+        if not step.flags:
             self._conclude()
         if self.measurement is not None:
             self.measurement.end_pass()
@@ -558,32 +671,39 @@ class Compression:
         """Whether the last pass counts. A GPU has told the host behind its last kernels, but that
         is waited for only before the residuals are used again: by then the optimizer's step and
         the next forward pass have been launched, and the GPU does not run dry."""
-        if self._ended is None:
+        step = self._last
+        if step.ended is None or step.concluded:
             return
-        discard, self._ended = self._ended, None
-        if all([self._finite, *map(bool, self._flags)]) and not discard:
-            for each in self._entered:
-                if each.residual is None:
-                    continue
-                self._turned.append((each.residual, each.residual.holds))
+        step.concluded = True
+        if not all([step.finite, *map(bool, step.flags)]) or step.ended:
+            self._take_back(step)
+            return
+        for each in step.entered:
+            if each.residual is not None:
+                step.undo.setdefault(each.residual, each.residual.saved())
                 each.residual.turn(each.keeps)
-            self._starts.update(self._next_starts)
-        self._entered = []
+        step.starts_before = self._starts
+        self._starts = self._starts | step.starts
+
+    def _take_back(self, step: Step) -> None:
+        for residual, saved in step.undo.items():
+            residual.restore(saved)
+        step.undo = {}
+        if step.starts_before is not None:
+            self._starts = step.starts_before
 
     def discard(self) -> None:
         """The last pass's gradients are not used: everything is as it was before."""
         self._conclude()
-        for residual, held in self._turned:
-            residual.turn(held)
-        self._turned = []
+        self._take_back(self._last)
 
     def rescale(self, factor: float) -> None:
         """Gradients will be so many times larger from now on."""
         self._conclude()
-        self._turned = []
-        for residual in self._residuals.values():
-            residual.sent.mul_(factor)
-            residual.reduced.mul_(factor)
+        tensors = [each for residual in self._residuals.values() for each in residual.tensors()]
+        tensors += [each for saved in self._last.undo.values() for each in saved[0]]
+        for each in {id(each): each for each in tensors}.values():
+            each.mul_(factor)
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -605,9 +725,9 @@ class Compression:
             saved[name] = {"sent": shaped[0], "reduced": shaped[1]}
         rank = None if merge else self._communicator.rank
         return {
-            "blocks": {name: 0 if merge else self._residuals[name].block for name in saved},
+            "places": {name: self._residuals[name].place for name in saved} if not merge else {},
             "starts": {name: each.clone() for name, each in self._starts.items()},
-            "step": self._step,
+            "step": self._last.number,
             "rank": rank,
             "world_size": self._communicator.world_size,
             "residuals": saved,
@@ -628,33 +748,50 @@ class Compression:
                 "of all ranks of a group in order, or one saved with merge=True, got "
                 + ", ".join(f"rank {rank} of {world_size}" for rank, world_size in ranks)
             )
+        for each in states:
+            if (
+                each["step"] != first["step"]
+                or each["residuals"].keys() != first["residuals"].keys()
+            ):
+                raise ValueError("compression: expected states of one step, got others")
         loaded: dict[str, Residual] = {}
-        for name, saved in first["residuals"].items():
-            if tuple(saved["sent"].shape) != _shape_of(parameters[name]):
-                raise ValueError(
-                    f"compression: {name}: expected {_shape_of(parameters[name])}, got "
-                    f"{tuple(saved['sent'].shape)}"
-                )
+        for name in first["residuals"]:
+            if name not in parameters:
+                raise ValueError(f"compression: {name} is unknown to this model")
+            shape = _shape_of(parameters[name])
+            kinds = [
+                [each["residuals"][name][kind] for each in states] for kind in ("sent", "reduced")
+            ]
+            for each in (*kinds[0], *kinds[1]):
+                if tuple(each.shape) != shape:
+                    raise ValueError(
+                        f"compression: {name}: expected {shape}, got {tuple(each.shape)}"
+                    )
+            sent, reduced = kinds[0][0], kinds[1][0]
+            place = first["places"].get(name, (0, 0, 0))
+            if not own:
+                sent = torch.stack([each.double() for each in kinds[0]]).mean(0)
+                sent = sent + torch.stack([each.double() for each in kinds[1]]).sum(0)
+                place = (0, 0, 0)
             residual = loaded[name] = Residual(
                 elements_of(parameters[name]), self._residual_dtype, parameters[name].device
             )
-            sent, reduced = saved["sent"], saved["reduced"]
-            if not own:
-                all_sent = [each["residuals"][name]["sent"].double() for each in states]
-                all_reduced = [each["residuals"][name]["reduced"].double() for each in states]
-                sent = torch.stack(all_sent).mean(0) + torch.stack(all_reduced).sum(0)
-                reduced = torch.zeros_like(sent)
-            _shaped(residual.sent, parameters[name]).copy_(sent)
-            _shaped(residual.reduced, parameters[name]).copy_(reduced)
-            residual.holds = True
-            residual.block = first["blocks"][name] if own else 0
+            flat = torch.empty(residual.sent.numel(), dtype=torch.float32)
+            kept = [flat, torch.empty_like(flat)]
+            for to, each in zip(kept, (sent, reduced), strict=True):
+                _shaped(to, parameters[name]).copy_(each)
+            residual.set(kept[0], kept[1], tuple(place))
+        self.clear(first["step"] + 1)
         self._residuals = loaded
-        self._layouts.clear()
-        self._latest.clear()
         self._starts = {name: each.clone() for name, each in first["starts"].items()}
-        self._step = first["step"]
-        self._entered, self._turned = [], []
-        self._ended = None
+
+    def clear(self, passes: int) -> None:
+        """As at the beginning of a run, but for so many passes."""
+        self._residuals = {}
+        self._layouts.clear()
+        self._starts = {}
+        self._last = Step(passes - 1, weighted=False)
+        self._last.ended, self._last.concluded = False, True
 
 
 def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:

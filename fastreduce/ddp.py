@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from fastreduce import compiled, reducer, sparse, weights
 from fastreduce.accumulation import NO_WEIGHT, Shards, TreeAccumulator, elements_of, parts_of
 from fastreduce.communicator import Communicator
-from fastreduce.compression import Compression
+from fastreduce.compression import Compression, Step
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
 from fastreduce.measure import Measurement
 from fastreduce.process_group import Account, Done, fail
@@ -38,6 +38,7 @@ Reduction = Literal["mean", "sum"]
 
 _KEPT_STEPS = 1000
 _FORMAT = 1
+_SAVED = {"passes", "world_size", "weight", "reduction", "weighted", "parameters"}
 _OF_THIS_STEP = "Of this step's gradients"
 
 
@@ -92,13 +93,10 @@ class HookState:
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._owned = False
         self._arguments = kwargs
-        self._compression: Compression | None = None
-        if wire != "fp32":
-            policy = Policy(wire, warmup_steps, wire_min_bytes)
-            measurement = Measurement(measure) if measure else None
-            self._compression = Compression(policy, wire_seed, residual_dtype, measurement)
-            if not count_unused:
-                raise ValueError("count_unused=False: expected wire='fp32'")
+        policy = Policy(wire, warmup_steps, wire_min_bytes)
+        self._compression = _compression(policy, wire_seed, residual_dtype, measure)
+        if self._compression is not None and not count_unused:
+            raise ValueError("count_unused=False: expected wire='fp32'")
         self._count_unused = count_unused
         self._notes_use = not count_unused  # which parameters this rank has used matters
         self._none_if_empty = none_if_empty
@@ -106,6 +104,8 @@ class HookState:
         self._closed = False
         self._begun = 0  # synchronised passes
         self._names: dict[nn.Parameter, str] = {}
+        self._bucket_names: dict[nn.Parameter, str] = {}
+        self._unnoted = 0  # a pass that had begun before use could be noted, if any
         self._elements = 0  # of the model's buckets
         # Weights since the last pass: their sum and the last one; None where none was given.
         self._weight: float | None = None
@@ -165,9 +165,14 @@ class HookState:
         }
         self._elements = sum(map(elements_of, self._names))
         if self._compression is not None:
+            # Frozen ones, too: DDP's buckets are as they were when it was made.
+            self._bucket_names = {each: name for name, each in model.module.named_parameters()}
+            shapes = {name: each.shape for each, name in self._names.items()}
             device = next((each.device for each in self._names), torch.device("cpu"))
-            self._compression.connect(self._communicator, device)
+            self._compression.connect(self._communicator, shapes, device)
             self._notes_use |= model.find_unused_parameters or model.static_graph
+            if reducer.backward_pass() is not None:
+                self._unnoted = self._begun + 1
         if self._notes_use:
             for parameter in self._names:
                 # Runs before DDP's own, which calls the hook.
@@ -355,17 +360,23 @@ class HookState:
     ) -> Future[Tensor]:
         scale, weight, ordered = current.scale, current.weight, self._shards is not None
         if self._compression is not None and bucket is not None:
-            parameters = [(self._names[each], each) for each in bucket.parameters()]
-            absent = set()
-            if self._notes_use:
-                absent = {name for name, _ in parameters if not self._used.pop(name, 0.0)}
-            layout = self._compression.layout(parameters, tensor.dtype)
+            assert current.step is not None
+            parameters = [(self._bucket_names[each], each) for each in bucket.parameters()]
+            absent = self._unused(parameters, tensor)
+            layout = self._compression.layout(current.step, parameters, tensor.dtype)
             if layout is not None:
                 if self._record:
                     current.stats.buckets[-1].algorithm = "encoded"
                 current.encoded.add(tensor.data_ptr())
                 return self._compression.all_reduce(
-                    layout, tensor, absent=absent, scale=scale, weight=weight, here=here, done=note
+                    current.step,
+                    layout,
+                    tensor,
+                    absent=absent,
+                    scale=scale,
+                    weight=weight,
+                    here=here,
+                    done=note,
                 )
         if self._record:
             key = (tensor.nbytes, tensor.dtype, weight is not None, ordered)
@@ -382,6 +393,18 @@ class HookState:
         return self.communicator.all_reduce_future(
             tensor, scale=scale, weight=weight, move=True, deterministic=ordered, done=note
         )
+
+    def _unused(self, parameters: list[tuple[str, nn.Parameter]], buffer: Tensor) -> set[str]:
+        """Of a bucket's parameters those to whose gradient this rank adds nothing."""
+        if not self._notes_use:
+            return set()
+        unused = set()
+        parts = parts_of(buffer, [each for _, each in parameters])
+        for (name, _), part in zip(parameters, parts, strict=True):
+            used = self._used.pop(name, 0.0) or self._begun == self._unnoted
+            if not used and not part.any():  # not even of an earlier pass
+                unused.add(name)
+        return unused
 
     def _settle(self, current: "_Pass", future: Future[Tensor], number: int) -> Tensor:
         """The gradients of one of the pass's buckets; an error says what became of the step."""
@@ -421,13 +444,16 @@ class HookState:
         if compression is not None and (
             gradient.is_sparse or gradient.data_ptr() not in current.encoded
         ):
-            compression.watch(gradient)
+            assert current.step is not None
+            compression.watch(current.step, gradient)
         with self._lock:
             current.averaged += gradient.numel()
             if current.whole and current.averaged == current.elements:
                 self._passes += 1
                 if compression is not None:
-                    compression.end(discard=self._none_if_empty and current.empty)
+                    assert current.step is not None
+                    discard = self._none_if_empty and current.empty
+                    compression.end(current.step, discard=discard)
 
     def average_gradient(self, gradient: Tensor) -> None:
         """The same for one parameter's gradient, at once."""
@@ -468,7 +494,7 @@ class HookState:
             self._weight = None
             self._begun += 1
             if self._compression is not None:
-                self._compression.begin()
+                current.step = self._compression.begin(weighted=current.weight is not None)
         current.elements += elements
         if last or current.elements >= self._elements:
             self._pass = _Pass()
@@ -767,11 +793,19 @@ class HookState:
         states = [state] if isinstance(state, Mapping) else list(state)
         if not states:
             raise ValueError("state: expected at least one")
+        for each in states:
+            if each.get("format") != _FORMAT:
+                raise ValueError(f"format: expected {_FORMAT}, got {each.get('format')}")
+            if absent := sorted(_SAVED - set(each)):
+                raise ValueError(f"state: {absent} are missing")
+        # Those of before there were wire formats know nothing of them.
+        states = [{"compression": None, "loss_scale": 1.0, **each} for each in states]
         state = states[0]
-        if state.get("format") != _FORMAT:
-            raise ValueError(f"format: expected {_FORMAT}, got {state.get('format')}")
-        if absent := sorted(set(self.state_dict()) - set(state)):
-            raise ValueError(f"state: {absent} are missing")
+        compressions = [each["compression"] for each in states]
+        if None in compressions and any(compressions):
+            raise ValueError("compression: expected it in all states or in none")
+        if len({each["loss_scale"] for each in states}) > 1:
+            raise ValueError("loss_scale: expected states of one step")
         saved = state["parameters"]
         missing = sorted(set(self._names.values()) - set(saved))
         unknown = sorted(set(saved) - set(self._names.values()))
@@ -786,12 +820,13 @@ class HookState:
                 f"world_size: expected {self.communicator.world_size}, got {state['world_size']}, "
                 "of a state between two micro-batches"
             )
-        if self._compression is not None and state["compression"] is not None:
-            self._compression.load_state_dict(
-                [each["compression"] for each in states], self._by_name()
-            )
-        elif state["compression"] is not None and state["compression"]["residuals"]:
-            raise ValueError("compression: the state holds residuals, and this one has no wire")
+        if self._compression is None:
+            if any(each and each["residuals"] for each in compressions):
+                raise ValueError("compression: the state holds residuals, and this one has no wire")
+        elif None in compressions:
+            self._compression.clear(state["passes"])
+        else:
+            self._compression.load_state_dict(compressions, self._by_name())
         self._loss_scale = state["loss_scale"]
         self._forwards = 1
         self._passes = self._checked = state["passes"]
@@ -839,6 +874,18 @@ class HookState:
         )
 
 
+def _compression(
+    policy: Policy, seed: int, residual_dtype: torch.dtype, measure: int
+) -> Compression | None:
+    """None where there is nothing to compress."""
+    if not policy.compresses:
+        if measure:
+            raise ValueError("measure: expected a wire other than fp32")
+        return None
+    measurement = Measurement(measure) if measure else None
+    return Compression(policy, seed, residual_dtype, measurement)
+
+
 def _completed(tensor: Tensor) -> "Future[Tensor]":
     future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)
@@ -881,6 +928,7 @@ class _Pass:
         self.weight: weights.Weight | None = None
         self.empty = False
         self.encoded: set[int] = set()  # addresses of buckets
+        self.step: Step | None = None  # of what is compressed
         self.stats = StepStats()
 
 

@@ -8,6 +8,7 @@ import math
 import queue
 import threading
 import uuid
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,10 @@ CPU = torch.device("cpu")
 
 # A coding, of the device's kernels, for a rank's factor, which on a GPU can lie in its memory.
 Coding = Callable[[float | Tensor], Any]
+
+
+# What is under way as the interpreter ends is waited for so long.
+_EXIT_SECONDS = 5.0
 
 
 class Layout:
@@ -66,6 +71,10 @@ class Layout:
             found = self._memory[name] = list(whole.split(list(sizes)))
         return found
 
+    def release(self) -> None:
+        """Frees that memory."""
+        self._memory.clear()
+
 
 class _Lane(threading.Thread):
     """Does what it is given, in order. Does not keep the interpreter from ending."""
@@ -81,10 +90,16 @@ class _Lane(threading.Thread):
             step()
             del step  # and the tensors that it holds
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Waits for all that has been put."""
         self.put(None)
-        self.join()
+        self.join(timeout)
+
+
+def _end(groups: list[Any], lanes: list[_Lane], timeout: float | None = None) -> None:
+    for lane in lanes:
+        lane.close(timeout)
+    groups.clear()
 
 
 def _store(name: str) -> Any:
@@ -149,24 +164,35 @@ class Exchange(_Way):
         self._others = [(rank + hop) % world_size for hop in range(1, world_size)]
         # new_group() names one after its ranks: a second one would find the first one's addresses.
         token = group.all_gather_object(uuid.uuid4().hex)[0]
-        self._out, self._back = (
+        self._groups = [
             self._connect(_store(f"fastreduce-{token}-{way}"), timeout) for way in ("out", "back")
-        )
-        self._going, self._coming = _Lane("fastreduce-out"), _Lane("fastreduce-back")
+        ]
+        lanes = [_Lane("fastreduce-out"), _Lane("fastreduce-back")]
+        self._going, self._coming = lanes
+        # With this object, or before the interpreter: torch aborts where threads of a group are
+        # left then.
+        self._last = weakref.finalize(self, _end, self._groups, lanes, _EXIT_SECONDS)
+
+    @property
+    def _out(self) -> Any:
+        return self._groups[0]
+
+    @property
+    def _back(self) -> Any:
+        return self._groups[1]
 
     def _connect(self, store: Any, timeout: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
 
     def close(self, *, drain: bool) -> None:
         """Ends what is under way, or, without ``drain``, leaves it: its peers may never come."""
+        self._last.detach()
         if not drain:
-            for group in (self._out, self._back):
+            for group in self._groups:
                 if not hasattr(group, "abort"):  # of an older torch
                     return
                 group.abort()
-        self._going.close()
-        self._coming.close()
-        del self._out, self._back
+        _end(self._groups, [self._going, self._coming])
 
     def all_reduce(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,15 +23,15 @@ _NOTICEABLE = 0.05
 
 @dataclass
 class BucketMeasure:
-    """One bucket, over the passes measured. Seconds are of this rank, from a moment at which all
-    were there; of each list the median counts.
+    """One bucket, over the passes measured. Seconds are of the slowest rank, from a moment at which
+    all were there; of each list the median counts.
 
     Attributes:
         elements: of the bucket.
         plain_bytes, wire_bytes: that this rank sends to others in a step.
         plain_seconds: of an uncompressed all-reduce.
         wire_seconds: of the one in the wire format, encoding included.
-        encode_seconds: of this, what encoding, adding up and decoding take on this rank.
+        encode_seconds: of this, what encoding, adding up and decoding take (not of ``lowrank``).
         error: of the averaged gradient: the norm of the difference over that of the mean.
         residual: the norm of what this rank keeps back, over that of its gradient.
     """
@@ -57,6 +58,8 @@ class Measurement:
     """
 
     def __init__(self, passes: int) -> None:
+        if passes < 1:
+            raise ValueError(f"measure: expected 1 or more passes, got {passes}")
         self.passes = passes
         self.buckets: dict[tuple[str, ...], BucketMeasure] = {}
         self._memory: dict[tuple[str, ...], Tensor] = {}
@@ -98,22 +101,26 @@ class Measurement:
         norm = float(buffer.float().norm())
         encode(copy)
         copy.copy_(buffer)
-        found.encode_seconds.append(_seconds(lambda: encode(copy)))
+        encoding = _seconds(lambda: encode(copy))
         copy.copy_(buffer)
         communicator.barrier()
         plain = _seconds(lambda: communicator.all_reduce(copy, scale=scale, weight=weight))
-        found.plain_seconds.append(plain)
         communicator.barrier()
-        found.wire_seconds.append(_seconds(average))
+        times = torch.tensor([plain, _seconds(average), encoding], dtype=torch.float64)
+        communicator.all_reduce(times, "max")  # all ranks come to one verdict
+        lists = found.plain_seconds, found.wire_seconds, found.encode_seconds
+        for each, taken in zip(lists, times.tolist(), strict=True):
+            each.append(taken)
         mean = float(copy.float().norm())
         difference = float((buffer.float() - copy.float()).norm())
-        found.error.append(difference / mean if mean else 0.0)
-        found.residual.append(kept() / norm if norm else 0.0)
+        if math.isfinite(difference):
+            found.error.append(difference / mean if mean else 0.0)
+            found.residual.append(kept() / norm if norm else 0.0)
 
     def end_pass(self) -> None:
         """One has been measured. After the last the log has the verdict, and memory is freed."""
-        if self.passes == 0:
-            return
+        if not self._pass:
+            return  # nothing was compressed in it
         self.passes -= 1
         self.buckets = {names: self.buckets[names] for names in self._pass}  # DDP rebuilds them
         self._pass = []
@@ -156,7 +163,10 @@ class Measurement:
         for each in self.buckets.values():
             seconds = each.plain_seconds, each.wire_seconds, each.encode_seconds
             times = [f"{statistics.median(values) * 1e3:9.3f}" for values in seconds]
-            errors = [f"{statistics.median(values):9.2e}" for values in (each.error, each.residual)]
+            errors = [
+                f"{statistics.median(values or [math.nan]):9.2e}"
+                for values in (each.error, each.residual)
+            ]
             numbers = f"{each.elements:>10} {each.plain_bytes:>11} {each.wire_bytes:>11}"
             lines.append(" ".join([numbers, *times, *errors]))
         return "\n".join([*lines, self.verdict])

@@ -70,7 +70,7 @@ class Wire:
             raise ValueError(f'rounding: expected "nearest" or "stochastic", got {self.rounding!r}')
         if self.rounding == "stochastic" and self.format not in _ROUNDED:
             raise ValueError(f"rounding: {self.format} is not rounded")
-        if self.k <= 0 or (self.k > 1 and not isinstance(self.k, int)):
+        if not self.k > 0 or (self.k > 1 and not isinstance(self.k, int)):
             raise ValueError(f"k: expected a fraction up to 1.0 or a whole number, got {self.k}")
         if not self.threshold >= 0:
             raise ValueError(f"threshold: expected 0 or more, got {self.threshold}")
@@ -104,6 +104,16 @@ def key_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+def part_of(count: int, block: int, key: int, ranks: int, rank: int) -> tuple[int, int, int]:
+    """The block, and the first and the one after the last of a parameter's ``count`` elements that
+    ``rank`` reduces: csrc/wire.h's runs_of()."""
+    each, longer = divmod(-(-count // block), ranks)
+    turned = (rank + key) % ranks
+    first = turned * each + min(turned, longer)
+    end = first + each + (turned < longer)
+    return block, min(first * block, count), min(end * block, count)
+
+
 def _wire(choice: str | Wire) -> Wire:
     return choice if isinstance(choice, Wire) else Wire(choice)  # type: ignore[arg-type]
 
@@ -127,7 +137,7 @@ class Policy:
                 f"{warmup_steps} and {small_bytes}"
             )
         schedule = dict(wire) if isinstance(wire, Mapping) else {0: wire}
-        if any(not isinstance(step, int) or step < 0 for step in schedule):
+        if not schedule or any(not isinstance(step, int) or step < 0 for step in schedule):
             raise ValueError(f"wire: expected steps of 0 or more as keys, got {sorted(schedule)}")
         self._from = [
             (step + warmup_steps, choice if callable(choice) else _wire(choice))
@@ -135,10 +145,31 @@ class Policy:
         ]
         self._small_bytes = small_bytes
         self._known: dict[tuple[int, str], Wire] = {}
+        self._fingerprints: dict[int, int] = {}
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there is anything but fp32."""
+        return any(choice != FP32 for _, choice in self._from)
 
     def phase(self, step: int) -> int:
         """A number that stays the same as long as no parameter's wire changes."""
         return sum(step >= first for first, _ in self._from)
+
+    def may_lose(self, step: int) -> bool:
+        """Whether some parameter may be compressed in that step."""
+        phase = self.phase(step)
+        return phase > 0 and self._from[phase - 1][1] != FP32
+
+    def fingerprint(self, shapes: Mapping[str, torch.Size], step: int) -> int:
+        """By which ranks can tell whether they choose alike in that step."""
+        phase = self.phase(step)
+        if phase not in self._fingerprints:
+            said = [
+                (name, tuple(shape), self.of(name, shape, step)) for name, shape in shapes.items()
+            ]
+            self._fingerprints[phase] = zlib.crc32(repr((said, self._small_bytes)).encode())
+        return self._fingerprints[phase]
 
     def of(self, name: str, shape: torch.Size, step: int) -> Wire:
         """The parameter's wire in that step."""
@@ -146,9 +177,15 @@ class Policy:
         found = self._known.get((phase, name))
         if found is None:
             choice = self._from[phase - 1][1] if phase else FP32
-            found = choice if isinstance(choice, Wire) else _wire(choice(name, shape))
+            found = choice if isinstance(choice, Wire) else self._ask(choice, name, shape)
             self._known[phase, name] = found
         return found
+
+    def _ask(self, choice: Callable[..., str | Wire], name: str, shape: torch.Size) -> Wire:
+        try:
+            return _wire(choice(name, shape))
+        except Exception as error:
+            raise ValueError(f"wire: of the parameter {name}: {error!r}") from error
 
     def stays_uncompressed(self, nbytes: int) -> bool:
         """Whether so many bytes of one wire are too few."""

@@ -18,7 +18,7 @@ from wires import HostCoding, same_bits
 
 import fastreduce
 from fastreduce import _C, cuda, enums, reference
-from fastreduce.compression import Compression, Residual
+from fastreduce.compression import Compression, Residual, Step
 from fastreduce.exchange import CPU, CudaExchange, Layout
 from fastreduce.process_group import ProcessGroupTransport
 from fastreduce.wire import Policy
@@ -281,15 +281,16 @@ class Told:
 def ended(flags: list[bool], *, discard: bool = False) -> tuple[Compression, Residual, list[Told]]:
     """After a pass in which one parameter kept something back."""
     compression = Compression(Policy("int8", 0, 0), 0, torch.float32)
-    compression.connect(SimpleNamespace(shared_memory=True, world_size=2, rank=0))  # type: ignore[arg-type]
+    communicator: Any = SimpleNamespace(shared_memory=True, world_size=2, rank=0)
+    compression.connect(communicator, {})
     residual = Residual(4, torch.float32, CPU)
     told = [Told(each) for each in flags]
-    compression.begin()
+    step = compression.begin(weighted=False)
     for each in told:
         section = SimpleNamespace(residual=residual, keeps=True)
         part = SimpleNamespace(sections=[section] if each is told[0] else [])
-        compression._settle(part, SimpleNamespace(finite=each))  # type: ignore[arg-type]
-    compression.end(discard=discard)
+        compression._settle(step, part, SimpleNamespace(finite=each))  # type: ignore[arg-type]
+    compression.end(step, discard=discard)
     return compression, residual, told
 
 
@@ -298,11 +299,11 @@ def ended(flags: list[bool], *, discard: bool = False) -> tuple[Compression, Res
 def test_whether_a_pass_counts_is_asked_by_the_next(flags, discard):
     compression, residual, told = ended(flags, discard=discard)
     assert residual.now == 0 and not any(each.asked for each in told)
-    compression.begin()
+    compression.begin(weighted=False)
     counts = all(flags) and not discard
     assert (residual.now, residual.holds) == (int(counts), counts)
     assert all(each.asked == 1 for each in told) or not all(flags)
-    compression.begin()  # a pass that has not ended says nothing
+    compression.begin(weighted=False)  # a pass that has not ended says nothing
     assert residual.now == int(counts)
 
 
@@ -332,6 +333,7 @@ def test_formats_without_kernels_are_refused():
     ):
         with pytest.raises(RuntimeError, match="topk, randomk, threshold, lowrank"):
             compression.all_reduce(
+                Step(0, weighted=False),
                 bucket,  # type: ignore[arg-type]
                 buffer,  # type: ignore[arg-type]
                 absent=set(),
