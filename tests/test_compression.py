@@ -559,3 +559,45 @@ def test_small_ones_stay_uncompressed():
     assert kept["b"].abs().max() == 0 and kept["d"].abs().max() == 0
     assert kept["a"].abs().max() > 0
     run.check()
+
+
+def test_an_inf_beside_compressed_buckets_counts_from_the_first_step_on():
+    """It is in a bucket that travels as it is, and comes before there is any residual."""
+    run = Run(2, lambda name, shape: "fp32" if name in "bd" else "int8")
+    run.order, run.cut = list("bdace"), 2
+    before = run.bits()
+    assert not run.backward(0, poison=("b", math.inf))
+    unchanged(run, before)
+    assert run.backward(1)
+    run.check()
+
+
+def test_what_comes_late_of_a_failed_pass_does_not_count():
+    run = Run(2, "int8")
+    assert run.backward(0)
+    step = run.ranks[0].begin(weighted=False)
+    layout = run.ranks[0].layout(step, list(run.parameters.items()), torch.float32)
+    assert layout is not None and layout.encoded is not None
+    for compression in run.ranks[1:]:
+        compression.begin(weighted=False)
+    before = run.bits()
+    for compression in run.ranks:
+        again = compression.begin(weighted=False)
+        if compression is run.ranks[0]:
+            step.entered += layout.encoded.sections
+        compression.end(again)
+    unchanged(run, before)
+
+
+def test_a_rank_keeps_what_it_reduces_and_no_more():
+    ranks = 3
+    run = Run(ranks, "int8")
+    run.backward(0)
+    for name, shape in SHAPES.items():
+        sizes = [
+            [each.numel() for each in compression._residuals[name].tensors()]
+            for compression in run.ranks
+        ]
+        count = math.prod(shape)
+        assert all(own[:2] == [count, count] and own[2] == own[3] for own in sizes)
+        assert sum(own[2] for own in sizes) == count

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
-from fastreduce import Wire, reference, rendezvous
+from fastreduce import Wire, demo, reference, rendezvous
 from fastreduce.wire import key_of
 
 TIMEOUT = 60.0
@@ -427,20 +427,36 @@ def test_residuals_have_the_shape_of_their_parameter(pool):
     pool(2).run(ignoring_state, residuals_in_the_order_of_the_parameter)
 
 
-def disagree(way: str) -> str:
+def disagree(way: str, wires: tuple[Any, Any]) -> tuple[float, str]:
+    """How long it takes to be told, and what."""
     rank = dist.get_rank()
-    ddp = DistributedDataParallel(build())
-    state = attach(way, ddp, wire="int8" if rank else "int4")
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.005, init_sync=False)
+    state = attach(way, ddp, wire=wires[rank])
+    begin = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        loss_of(ddp, 0, rank).backward()
+        for step in range(4):
+            loss_of(ddp, step, rank).backward()
+    seconds = time.monotonic() - begin
     state.__exit__(RuntimeError, None, None)
-    return str(raised.value)
+    return seconds, str(raised.value)
+
+
+DISAGREEMENTS = [
+    ("int4", "int8"),
+    ("int8", {0: "fp32", 100: "int8"}),
+    (Wire("lowrank", rank=1), Wire("lowrank", rank=2)),
+    ("topk", "int8"),
+    ({0: "int8", 3: "int4"}, "int8"),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_with_other_wires_are_told(ranks, way):
-    for text in ranks(2).run(disagree, way):
-        assert "shape" in text if way == "shared memory" else "same wire" in text
+@pytest.mark.parametrize("wires", DISAGREEMENTS, ids=range(len(DISAGREEMENTS)))
+def test_ranks_with_other_wires_are_told(ranks, way, wires):
+    for seconds, text in ranks(2).run(disagree, way, wires):
+        assert seconds < 20
+        if way == "hosts":
+            assert "same wire, schedule" in text
 
 
 def left_alone(way: str) -> tuple[float, str, bool]:
@@ -598,3 +614,98 @@ def after_an_inf() -> list[bool]:
 def test_an_inf_does_not_stay_as_it_does_elsewhere(pool):
     """The other hook shows that the test can fail: there an inf stays in the residuals for ever."""
     assert pool(2).run(ignoring_state, after_an_inf) == [[False, True]] * 2
+
+
+def bound_late(how: dict[str, Any]) -> None:
+    """The state meets its model within the first backward pass: nothing is lost by then."""
+    rank = dist.get_rank()
+    norms = []
+    for wire in ("fp32", "int8"):
+        ddp = DistributedDataParallel(build(), bucket_cap_mb=0.005, **how)
+        state = fastreduce.HookState(None, wire=wire, wire_min_bytes=0, timeout=TIMEOUT)
+        ddp.register_comm_hook(state, fastreduce.all_reduce_hook)
+        for step in range(3):
+            loss_of(ddp, step, rank).backward()
+            norms.append([float(p.grad.norm()) for p in ddp.parameters()])
+            for parameter in ddp.parameters():
+                parameter.grad = None
+        state.close()
+    assert torch.tensor(norms[:3]).allclose(torch.tensor(norms[3:]), rtol=0.1, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["static_graph", "find_unused_parameters"])
+def test_a_state_that_is_bound_late_sends_all(pool, how):
+    pool(2).run(ignoring_state, bound_late, {how: True})
+
+
+def gradients_of_before() -> None:
+    """Unused in this pass, but with a gradient from the one before, which DDP averages again."""
+    rank = dist.get_rank()
+    norms = []
+    for wire in ("fp32", "bf16"):
+        ddp = DistributedDataParallel(build(), find_unused_parameters=True)
+        with attach("shared memory", ddp, wire=wire) as state:
+            loss_of(ddp, 0, rank).backward()
+            loss_of(ddp, 1, rank, skip="b" if rank == 1 else "").backward()
+            norms.append(float(ddp.module.middle["b"].weight.grad.norm()))
+            assert state.communicator.error is None
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+
+
+def test_what_an_unused_parameter_has_from_before_is_sent(pool):
+    pool(2).run(ignoring_state, gradients_of_before)
+
+
+def frozen_later() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(build(), find_unused_parameters=True)
+    ddp.module.middle["a"].weight.requires_grad_(False)
+    with attach("shared memory", ddp, wire="int8") as state:
+        for step in range(3):
+            loss_of(ddp, step, rank).backward()
+        assert state.communicator.error is None
+
+
+def test_a_parameter_that_is_frozen_later(pool):
+    pool(2).run(ignoring_state, frozen_later)
+
+
+def older_states() -> None:
+    """Of before there were wire formats, and of a run without one."""
+    ddp = DistributedDataParallel(build())
+    with attach("shared memory", ddp, wire="int8") as state:
+        for step in range(2):
+            loss_of(ddp, step, dist.get_rank()).backward()
+        saved = state.state_dict()
+        assert saved["compression"]["residuals"]
+        with pytest.raises(ValueError, match="one step"):
+            both = [copy.deepcopy(saved), copy.deepcopy(saved)]
+            for rank, each in enumerate(both):
+                each["compression"]["rank"] = rank
+                each["compression"]["step"] += rank
+            state.load_state_dict(both)
+        del saved["compression"], saved["loss_scale"]
+        state.load_state_dict(saved)
+        assert not state.state_dict()["compression"]["residuals"]
+
+
+def test_older_states_are_loaded(pool):
+    pool(2).run(ignoring_state, older_states)
+
+
+def never_closed(rank: int, folder: str) -> None:
+    """Between hosts, to the end of the process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ddp = DistributedDataParallel(build())
+    attach("hosts", ddp, wire="int8")
+    for step in range(3):
+        loss_of(ddp, step, rank).backward()
+
+
+def test_a_process_ends_without_close(tmp_path):
+    """torch aborts where a group's thread is left as the interpreter ends."""
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        demo.run_ranks(never_closed, 2, str(folder))
