@@ -17,8 +17,8 @@
 namespace fastreduce {
 
 struct Selection {
-  bool random = false;          // by random numbers, the same on all ranks, not by magnitude
-  std::uint64_t k = 0;          // at most
+  bool random = false;  // by random numbers, not by magnitude: alike on ranks with the same spans
+  std::uint64_t k = 0;  // at most
   std::uint32_t threshold = 0;  // the bits of the least magnitude that is sent
 };
 
