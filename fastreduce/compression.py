@@ -322,6 +322,9 @@ class Compression:
         hosts and GPUs."""
         self._communicator = communicator
         self._shapes = shapes
+        # GPUs compare layouts as they meet them: here they would be waited for in every pass.
+        between_hosts = not communicator.shared_memory and communicator.world_size > 1
+        self._compares = between_hosts and device.type == "cpu"
         elsewhere = device.type == "cuda" or not communicator.shared_memory
         if elsewhere and communicator.world_size > 1:
             communicator.exchange(device)
@@ -335,7 +338,7 @@ class Compression:
         if self._last.ended is None:  # it failed
             self._take_back(self._last)
         step = self._last = Step(self._last.number + 1, weighted)
-        if self._communicator.world_size > 1 and not self._communicator.shared_memory:
+        if self._compares:
             self._agree(step)
         for bucket in self._layouts.values():  # DDP rebuilds its buckets
             for part in [] if bucket is None or bucket.step + 1 >= step.number else bucket.parts():
