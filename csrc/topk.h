@@ -194,6 +194,7 @@ inline std::uint32_t select(const Coding& coding, const Selection& selection,
     const Candidate& each = found[i];
     if (each.key < least || (each.key == least && ties == 0)) continue;
     if (each.key == least) --ties;
+    if (magnitude_of(each.entry.value) < selection.threshold) continue;  // chosen by chance
     *entry++ = each.entry;
     for (; each.entry.index >= before + coding.plan.span[s].count; ++s)
       before += coding.plan.span[s].count;
