@@ -449,10 +449,7 @@ class Communicator:
         """The sum of the ranks' weights."""
         parts = torch.tensor(weights.announcement(weight), dtype=torch.float64)
         self.all_reduce(parts, "sum")
-        total = float(weights.total_of(parts))
-        if math.isnan(total):
-            raise RuntimeError("some ranks gave a weight, and others did not")
-        return total
+        return weights.agreed(parts)
 
     def exchange(self, device: torch.device = CPU) -> Exchange | CudaExchange:
         """The way of encoded messages through a backend. Collective the first time for a device."""

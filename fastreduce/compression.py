@@ -1,11 +1,10 @@
-"""Buckets in wire formats: what is sent of them, what that loses, and whether it counts."""
+"""A model's gradients in wire formats, step by step: what is sent, and whether it counts."""
 
 from __future__ import annotations
 
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from fastreduce import _C, cuda, enums, lowrank
-from fastreduce.accumulation import elements_of, is_dense
+from fastreduce.accumulation import elements_of
 from fastreduce.communicator import Communicator
-from fastreduce.exchange import CPU, Layout
+from fastreduce.encoding import Bucket, Part, Section, Selected
+from fastreduce.exchange import CPU
 from fastreduce.measure import Measurement, norm_of
 from fastreduce.process_group import Done
+from fastreduce.residual import Residual, shape_of, shaped
 from fastreduce.weights import Weight
 from fastreduce.wire import FP32, SELECTED, Policy, Wire, key_of, part_of
 
@@ -29,233 +30,6 @@ _NATIVE = {
     torch.float16: Wire("fp16", feedback=False),
     torch.bfloat16: Wire("bf16", feedback=False),
 }
-
-
-class Residual:
-    """What encoding has lost of one parameter's gradients on this rank and has not made up for yet:
-    of what it ``sent``, and of what it ``reduced`` for all. In units of the mean's sum over the
-    ranks: the update that is missing is the mean of all ranks' ``sent`` plus the sum of all ranks'
-    ``reduced``. New values are written beside the old ones, and count once :meth:`turn` is called.
-
-    Args:
-        count: elements, in the order of the parameter's memory.
-        dtype: float32 or bfloat16.
-        device: the gradient's.
-    """
-
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._sent = [torch.zeros(count, dtype=dtype, device=device) for _ in range(2)]
-        self._reduced = [self._sent[0][:0]] * 2
-        self._place = (0, 0, 0)  # block, and the elements that this rank reduces in such blocks
-        self.now = 0
-        self.holds = False  # something
-        self.version = 0  # of the memory
-
-    @property
-    def sent(self) -> Tensor:
-        return self._sent[self.now]
-
-    @property
-    def next(self) -> Tensor:
-        """What ``sent`` will be."""
-        return self._sent[1 - self.now]
-
-    @property
-    def reduced(self) -> Tensor:
-        """Of all elements; a copy."""
-        _, begin, end = self._place
-        whole = torch.zeros_like(self.sent)
-        whole[begin:end] = self._reduced[self.now]
-        return whole
-
-    def move(self, place: tuple[int, int, int], world_size: int) -> None:
-        """From now on this rank reduces other elements, in other runs: ``place`` is the block, the
-        first element, and the one after the last; none with 0, 0, 0. What it has kept back of those
-        before, it will send."""
-        _, first, last = self._place
-        # Nothing is changed in its memory: until the step counts, all can be taken back.
-        if first != last:
-            self._sent[self.now] = self.sent.clone()
-            self.sent[first:last] += self._reduced[self.now] * world_size
-        _, begin, end = self._place = place
-        self._reduced = [torch.zeros_like(self.sent[begin:end]) for _ in range(2)]
-        self.version += 1
-
-    def saved(self) -> tuple[Any, ...]:
-        """All that :meth:`move` and :meth:`turn` change."""
-        return (*self._sent, *self._reduced), self._place, self.now, self.holds
-
-    def restore(self, saved: tuple[Any, ...]) -> None:
-        """Becomes what it was when it was saved, if that was in the last step."""
-        tensors, self._place, self.now, self.holds = saved
-        self._sent, self._reduced = [*tensors[:2]], [*tensors[2:]]
-        self.version += 1
-
-    def set(self, sent: Tensor, reduced: Tensor, place: tuple[int, int, int]) -> None:
-        """Takes over what was saved, of all elements; ``place`` as for :meth:`move`."""
-        self.sent.copy_(sent)
-        self._place = place
-        _, begin, end = place
-        self._reduced = [reduced[begin:end].to(self.sent).clone() for _ in range(2)]
-        self.holds = True
-        self.version += 1
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """As for :meth:`move`."""
-        return self._place
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All its memory."""
-        return (*self._sent, *self._reduced)
-
-    def addresses(self) -> tuple[int, int, int, int]:
-        """As csrc/wire.h's Residuals: of the first element, whether or not this rank has it."""
-        old, new = self.now, 1 - self.now
-        before = self._place[1] * self.sent.element_size()
-        return (
-            self._sent[old].data_ptr(),
-            self._sent[new].data_ptr(),
-            self._reduced[old].data_ptr() - before,
-            self._reduced[new].data_ptr() - before,
-        )
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """It is used there, too, as long as it lives."""
-        for each in self.tensors():
-            each.record_stream(stream)
-
-    def turn(self, holds: bool) -> None:
-        """What is new becomes what is; what was is kept until the next step. Where nothing is kept
-        back any more, neither is the rounding of the last mean to 16 bits."""
-        self.now = 1 - self.now
-        self.holds = holds
-        if not holds:
-            self._reduced[self.now].zero_()
-
-
-@dataclass
-class _Section:
-    """A parameter in a bucket, in one phase.
-
-    Attributes:
-        place: which of its elements this rank reduces, see :meth:`Residual.move`.
-        plain: it travels as it is.
-        keeps: there will be a residual after the step.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    offset: int
-    count: int
-    wire: Wire
-    plain: bool = False
-    keeps: bool = False
-    residual: Residual | None = None
-    place: tuple[int, int, int] = (0, 0, 0)
-
-
-class _Part(Layout):
-    """Parameters of a bucket that travel in one message."""
-
-    def __init__(self, sections: list[_Section], world_size: int) -> None:
-        rows = []
-        for each in sections:
-            number = enums.FORMAT.get(each.wire.format, 0)
-            stochastic = each.wire.rounding == "stochastic"
-            key = key_of(each.name)
-            rows.append((each.offset, each.count, key, number, stochastic, each.wire.block))
-        super().__init__(world_size, rows, sections[0].parameter.device)
-        self.sections = sections
-        self._addresses: dict[tuple[Any, ...], Tensor] = {}
-
-    def residuals(self) -> Tensor:
-        """The addresses of all residuals, as they are now: int64, 4 for every section. On a GPU
-        made on the current stream, on which the residuals then are used."""
-        turned = tuple(
-            (each.residual.now, each.residual.version) if each.residual else None
-            for each in self.sections
-        )
-        if turned not in self._addresses:
-            rows = [e.residual.addresses() if e.residual else (0, 0, 0, 0) for e in self.sections]
-            if len(self._addresses) > 3:
-                self._addresses.clear()
-            table = torch.tensor(rows, dtype=torch.int64)
-            if self.device.type == "cuda":
-                table = cuda.on_device(table, self.device)
-                for each in self.sections:
-                    if each.residual is not None:
-                        each.residual.record_stream(torch.cuda.current_stream(self.device))
-            self._addresses[turned] = table
-        return self._addresses[turned]
-
-    def sent_bytes(self, rank: int) -> int:
-        """What a rank sends to others in a step."""
-        return sum(self.sizes) + (len(self.sizes) - 2) * self.sizes[rank]
-
-    def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
-        """What a rank computes in a step, alone."""
-        messages = self.memory("rehearsed", self.sizes)
-        for chunk, message in enumerate(messages):
-            coding.encode(chunk, message.data_ptr())
-        own = messages[rank].data_ptr()
-        coding.reduce([own] * len(self.sizes), own)
-        for chunk, message in enumerate(messages):
-            coding.decode(chunk, message.data_ptr())
-
-
-class _Selected(_Part):
-    """Parameters of which a few elements are sent."""
-
-    def __init__(self, sections: list[_Section], world_size: int) -> None:
-        super().__init__(sections, world_size)
-        wire = sections[0].wire
-        count = sum(each.count for each in sections)
-        if count >= 2**32:
-            raise ValueError(f"{wire.format}: expected less than 2^32 elements in a bucket")
-        self.k = wire.chosen(count)
-        self.checksum ^= zlib.crc32(repr((wire, self.k)).encode())
-        self.message_bytes = 8 + 8 * self.k
-        self._expected = 0  # by which the kernel begins to look; its choice does not depend on it
-
-    def select(self, coding: _C.WireCoding, message: Tensor) -> None:
-        """Writes this rank's."""
-        wire = self.sections[0].wire
-        threshold = wire.threshold if wire.format == "threshold" else 0.0
-        random = wire.format == "randomk"
-        at = message.data_ptr()
-        self._expected = coding.select(random, self.k, threshold, self._expected, at)
-
-    def sent_bytes(self, rank: int) -> int:
-        return (len(self.sizes) - 1) * self.message_bytes
-
-    def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
-        [message] = self.memory("rehearsed", [self.message_bytes])
-        self.select(coding, message)
-        coding.combine([message.data_ptr()] * len(self.sizes))
-
-
-@dataclass
-class _Bucket:
-    """How a bucket's parameters are encoded, in one phase. The same on all ranks."""
-
-    encoded: _Part | None
-    selected: list[_Selected]
-    factored: list[_Section]
-    step: int = 0  # the last one that used it
-
-    def parts(self) -> list[_Part]:
-        """What the kernels encode."""
-        return [self.encoded, *self.selected] if self.encoded else [*self.selected]
-
-    def sections(self) -> list[_Section]:
-        """All parameters."""
-        return [*(each for part in self.parts() for each in part.sections), *self.factored]
-
-    def sent_bytes(self, rank: int) -> int:
-        """What a rank sends to others in a step."""
-        factors = sum(lowrank.sent_bytes(each.parameter, each.wire.rank) for each in self.factored)
-        return sum(part.sent_bytes(rank) for part in self.parts()) + factors
 
 
 class Step:
@@ -271,7 +45,7 @@ class Step:
         self.weighted = weighted
         self.finite = True
         self.flags: list[cuda.Flag] = []  # what GPUs know of that
-        self.entered: list[_Section] = []  # whose new residuals have been written
+        self.entered: list[Section] = []  # whose new residuals have been written
         self.undo: dict[Residual, tuple[Any, ...]] = {}  # what they were before
         self.starts: dict[str, Tensor] = {}  # new ones, of low-rank factors
         self.starts_before: dict[str, Tensor] | None = None
@@ -306,7 +80,7 @@ class Compression:
         self._seed = seed & (2**64 - 1)
         self._residual_dtype = residual_dtype
         self._residuals: dict[str, Residual] = {}
-        self._layouts: dict[tuple[Any, ...], _Bucket | None] = {}
+        self._layouts: dict[tuple[Any, ...], Bucket | None] = {}
         self._starts: dict[str, Tensor] = {}  # of low-rank factors, the same on all ranks
         self._last: Step
         self.clear(0)
@@ -340,9 +114,9 @@ class Compression:
         step = self._last = Step(self._last.number + 1, weighted)
         if self._compares:
             self._agree(step)
-        for bucket in self._layouts.values():  # DDP rebuilds its buckets
-            for part in [] if bucket is None or bucket.step + 1 >= step.number else bucket.parts():
-                part.release()
+        for bucket in self._layouts.values():
+            if bucket is not None and bucket.step + 1 < step.number:  # DDP has rebuilt its buckets
+                bucket.release()
         return step
 
     def _agree(self, step: Step) -> None:
@@ -367,7 +141,7 @@ class Compression:
 
     def layout(
         self, step: Step, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
-    ) -> _Bucket | None:
+    ) -> Bucket | None:
         """How a bucket with these parameters is encoded in this step; None if it travels as it is.
         The same on all ranks: it depends on names, shapes, the step, and what steps before did."""
         if dtype not in _DTYPES:
@@ -390,7 +164,7 @@ class Compression:
 
     def _lay_out(
         self, step: Step, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
-    ) -> _Bucket | None:
+    ) -> Bucket | None:
         ranks, rank = self._communicator.world_size, self._communicator.rank
         sections = []
         nbytes: dict[Wire, int] = {}
@@ -398,7 +172,7 @@ class Compression:
         for name, parameter in parameters:
             wire = self._policy.of(name, parameter.shape, step.number)
             count = elements_of(parameter)
-            each = _Section(name, parameter, offset, count, wire)
+            each = Section(name, parameter, offset, count, wire)
             larger = wire.format == "lowrank" and not lowrank.pays(parameter, wire.rank)
             each.plain = ranks == 1 or larger or not wire.loses(dtype)
             if not each.plain:
@@ -424,7 +198,7 @@ class Compression:
                 each.place = part_of(each.count, each.wire.block, key_of(each.name), ranks, rank)
         if all(each.plain for each in sections):
             return None
-        by_wire: dict[Wire, list[_Section]] = {}
+        by_wire: dict[Wire, list[Section]] = {}
         rest, factored = [], []
         for each in sections:
             if each.wire.format in SELECTED:
@@ -435,13 +209,13 @@ class Compression:
                 rest.append(each)
         if by_wire and self._residual_dtype != torch.float32:
             raise ValueError("residual_dtype: topk, randomk and threshold need float32")
-        selected = [_Selected(each, ranks) for each in by_wire.values()]
-        return _Bucket(_Part(rest, ranks) if rest else None, selected, factored)
+        selected = [Selected(each, ranks) for each in by_wire.values()]
+        return Bucket(Part(rest, ranks) if rest else None, selected, factored)
 
     def all_reduce(
         self,
         step: Step,
-        bucket: _Bucket,
+        bucket: Bucket,
         buffer: Tensor,
         *,
         absent: set[str],
@@ -486,7 +260,7 @@ class Compression:
         self,
         measurement: Measurement,
         step: Step,
-        bucket: _Bucket,
+        bucket: Bucket,
         buffer: Tensor,
         absent: set[str],
         scale: float,
@@ -514,7 +288,7 @@ class Compression:
     def _average(
         self,
         step: Step,
-        bucket: _Bucket,
+        bucket: Bucket,
         buffer: Tensor,
         *,
         absent: set[str],
@@ -573,7 +347,7 @@ class Compression:
         return torch.futures.collect_all(ends).then(whole)
 
     def _coding(
-        self, step: Step, part: _Part, buffer: Tensor, factor: float | Tensor, absent: set[str]
+        self, step: Step, part: Part, buffer: Tensor, factor: float | Tensor, absent: set[str]
     ) -> Any:
         """For the kernels of the buffer's device."""
         flags = None
@@ -605,12 +379,12 @@ class Compression:
         )
 
     def _combine(
-        self, step: Step, part: _Selected, coding: _C.WireCoding, messages: list[Tensor]
+        self, step: Step, part: Selected, coding: _C.WireCoding, messages: list[Tensor]
     ) -> None:
         coding.combine([each.data_ptr() for each in messages])
         self._settle(step, part, coding)
 
-    def _settle(self, step: Step, part: _Part, coding: _C.WireCoding | cuda.WireCoding) -> None:
+    def _settle(self, step: Step, part: Part, coding: _C.WireCoding | cuda.WireCoding) -> None:
         with self._lock:
             if isinstance(coding, _C.WireCoding):
                 step.finite = step.finite and coding.finite
@@ -619,15 +393,15 @@ class Compression:
             step.entered += part.sections
 
     def _factor(
-        self, step: Step, section: _Section, buffer: Tensor, factor: float, absent: set[str]
+        self, step: Step, section: Section, buffer: Tensor, factor: float, absent: set[str]
     ) -> None:
         """A matrix, at once: how its factors are computed is no kernel of ours."""
         residual = section.residual
         flat = buffer[section.offset : section.offset + section.count]
-        matrix = _shaped(flat, section.parameter).float()
+        matrix = shaped(flat, section.parameter).float()
         matrix = torch.zeros_like(matrix) if factor == 0 else matrix * factor
         if residual is not None:
-            matrix += _shaped(residual.sent, section.parameter).float()
+            matrix += shaped(residual.sent, section.parameter).float()
         if section.name in absent:
             matrix.zero_()
         mean, start = lowrank.all_reduce(
@@ -637,12 +411,12 @@ class Compression:
             self._starts.get(section.name),
             section.name,
         )
-        _shaped(flat, section.parameter).copy_(mean)
+        shaped(flat, section.parameter).copy_(mean)
         if residual is not None:
-            new = matrix - _shaped(flat, section.parameter).float()
+            new = matrix - shaped(flat, section.parameter).float()
             if section.name in absent:
-                new += _shaped(residual.sent, section.parameter)
-            _shaped(residual.next, section.parameter).copy_(new)
+                new += shaped(residual.sent, section.parameter)
+            shaped(residual.next, section.parameter).copy_(new)
         with self._lock:
             step.finite = step.finite and bool(flat.isfinite().all())
             step.entered.append(section)
@@ -724,8 +498,8 @@ class Compression:
                 self._communicator.all_reduce(own[0], "mean")
                 self._communicator.all_reduce(own[1], "sum")
                 own = [own[0] + own[1], torch.zeros_like(own[1])]
-            shaped = [_shaped(each, parameters[name]).contiguous() for each in own]
-            saved[name] = {"sent": shaped[0], "reduced": shaped[1]}
+            sent, reduced = (shaped(each, parameters[name]).contiguous() for each in own)
+            saved[name] = {"sent": sent, "reduced": reduced}
         rank = None if merge else self._communicator.rank
         return {
             "places": {name: self._residuals[name].place for name in saved} if not merge else {},
@@ -761,7 +535,7 @@ class Compression:
         for name in first["residuals"]:
             if name not in parameters:
                 raise ValueError(f"compression: {name} is unknown to this model")
-            shape = _shape_of(parameters[name])
+            shape = shape_of(parameters[name])
             kinds = [
                 [each["residuals"][name][kind] for each in states] for kind in ("sent", "reduced")
             ]
@@ -782,7 +556,7 @@ class Compression:
             flat = torch.empty(residual.sent.numel(), dtype=torch.float32)
             kept = [flat, torch.empty_like(flat)]
             for to, each in zip(kept, (sent, reduced), strict=True):
-                _shaped(to, parameters[name]).copy_(each)
+                shaped(to, parameters[name]).copy_(each)
             residual.set(kept[0], kept[1], tuple(place))
         self.clear(first["step"] + 1)
         self._residuals = loaded
@@ -795,17 +569,3 @@ class Compression:
         self._starts = {}
         self._last = Step(passes - 1, weighted=False)
         self._last.ended, self._last.concluded = False, True
-
-
-def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
-
-
-def _shaped(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A view of what lies in the order of the parameter's memory."""
-    if not is_dense(parameter):
-        return flat.view(_shape_of(parameter))
-    if parameter.is_complex():
-        strides = (*(2 * stride for stride in parameter.stride()), 1)
-        return flat.as_strided(_shape_of(parameter), strides)
-    return flat.as_strided(parameter.shape, parameter.stride())

@@ -4,7 +4,6 @@ bytes."""
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import uuid
@@ -21,7 +20,7 @@ from torch.futures import Future
 
 from fastreduce import _C, cuda
 from fastreduce.process_group import Done, ProcessGroupTransport, fail
-from fastreduce.weights import Weight, announcement, total_of
+from fastreduce.weights import Weight, agreed, announcement, total_of
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -297,10 +296,7 @@ class Exchange(_Way):
     def _total(self, weight: Weight) -> float:
         parts = torch.tensor(announcement(weight), dtype=torch.float64)
         self._out.allreduce([parts]).wait()
-        total = float(total_of(parts))
-        if math.isnan(total):
-            raise RuntimeError("some ranks gave a weight, and others did not")
-        return total
+        return agreed(parts)
 
 
 class CudaExchange(_Way):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -33,3 +34,15 @@ def total_of(announced: Tensor) -> Tensor:
     weights, given, ordinary, absent = announced.unbind()
     mixed = torch.where(ordinary > 0, torch.full_like(weights, torch.nan), weights)
     return torch.where(given > 0, mixed, ordinary + absent)
+
+
+def agreed(announced: Tensor) -> float:
+    """:func:`total_of`, on the CPU.
+
+    Raises:
+        RuntimeError: not all ranks say alike whether they give weights.
+    """
+    total = float(total_of(announced))
+    if math.isnan(total):
+        raise RuntimeError("some ranks gave a weight, and others did not")
+    return total

@@ -18,9 +18,10 @@ from wires import HostCoding, same_bits
 
 import fastreduce
 from fastreduce import _C, cuda, enums, reference
-from fastreduce.compression import Compression, Residual, Step
+from fastreduce.compression import Compression, Step
 from fastreduce.exchange import CPU, CudaExchange, Layout
 from fastreduce.process_group import ProcessGroupTransport
+from fastreduce.residual import Residual
 from fastreduce.wire import Policy
 
 COUNT = 1000

@@ -1,0 +1,144 @@
+"""How the parameters of a bucket are encoded: which travel in one message, and by which kernels."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastreduce import _C, cuda, enums, lowrank
+from fastreduce.exchange import Layout
+from fastreduce.residual import Residual
+from fastreduce.wire import Wire, key_of
+
+
+@dataclass
+class Section:
+    """A parameter in a bucket, in one phase.
+
+    Attributes:
+        place: which of its elements this rank reduces, see :meth:`Residual.move`.
+        plain: it travels as it is.
+        keeps: there will be a residual after the step.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    count: int
+    wire: Wire
+    plain: bool = False
+    keeps: bool = False
+    residual: Residual | None = None
+    place: tuple[int, int, int] = (0, 0, 0)
+
+
+class Part(Layout):
+    """Parameters of a bucket that travel in one message."""
+
+    def __init__(self, sections: list[Section], world_size: int) -> None:
+        rows = []
+        for each in sections:
+            number = enums.FORMAT.get(each.wire.format, 0)
+            stochastic = each.wire.rounding == "stochastic"
+            key = key_of(each.name)
+            rows.append((each.offset, each.count, key, number, stochastic, each.wire.block))
+        super().__init__(world_size, rows, sections[0].parameter.device)
+        self.sections = sections
+        self._addresses: dict[tuple[Any, ...], Tensor] = {}
+
+    def residuals(self) -> Tensor:
+        """The addresses of all residuals, as they are now: int64, 4 for every section. On a GPU
+        made on the current stream, on which the residuals then are used."""
+        turned = tuple(
+            (each.residual.now, each.residual.version) if each.residual else None
+            for each in self.sections
+        )
+        if turned not in self._addresses:
+            rows = [e.residual.addresses() if e.residual else (0, 0, 0, 0) for e in self.sections]
+            if len(self._addresses) > 3:
+                self._addresses.clear()
+            table = torch.tensor(rows, dtype=torch.int64)
+            if self.device.type == "cuda":
+                table = cuda.on_device(table, self.device)
+                for each in self.sections:
+                    if each.residual is not None:
+                        each.residual.record_stream(torch.cuda.current_stream(self.device))
+            self._addresses[turned] = table
+        return self._addresses[turned]
+
+    def sent_bytes(self, rank: int) -> int:
+        """What a rank sends to others in a step."""
+        return sum(self.sizes) + (len(self.sizes) - 2) * self.sizes[rank]
+
+    def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
+        """What a rank computes in a step, alone."""
+        messages = self.memory("rehearsed", self.sizes)
+        for chunk, message in enumerate(messages):
+            coding.encode(chunk, message.data_ptr())
+        own = messages[rank].data_ptr()
+        coding.reduce([own] * len(self.sizes), own)
+        for chunk, message in enumerate(messages):
+            coding.decode(chunk, message.data_ptr())
+
+
+class Selected(Part):
+    """Parameters of which a few elements are sent."""
+
+    def __init__(self, sections: list[Section], world_size: int) -> None:
+        super().__init__(sections, world_size)
+        wire = sections[0].wire
+        count = sum(each.count for each in sections)
+        if count >= 2**32:
+            raise ValueError(f"{wire.format}: expected less than 2^32 elements in a bucket")
+        self.k = wire.chosen(count)
+        self.checksum ^= zlib.crc32(repr((wire, self.k)).encode())
+        self.message_bytes = 8 + 8 * self.k
+        self._expected = 0  # by which the kernel begins to look; its choice does not depend on it
+
+    def select(self, coding: _C.WireCoding, message: Tensor) -> None:
+        """Writes this rank's."""
+        wire = self.sections[0].wire
+        threshold = wire.threshold if wire.format == "threshold" else 0.0
+        random = wire.format == "randomk"
+        at = message.data_ptr()
+        self._expected = coding.select(random, self.k, threshold, self._expected, at)
+
+    def sent_bytes(self, rank: int) -> int:
+        return (len(self.sizes) - 1) * self.message_bytes
+
+    def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
+        [message] = self.memory("rehearsed", [self.message_bytes])
+        self.select(coding, message)
+        coding.combine([message.data_ptr()] * len(self.sizes))
+
+
+@dataclass
+class Bucket:
+    """How a bucket's parameters are encoded, in one phase. The same on all ranks."""
+
+    encoded: Part | None
+    selected: list[Selected]
+    factored: list[Section]
+    step: int = 0  # the last one that used it
+
+    def parts(self) -> list[Part]:
+        """What the kernels encode."""
+        return [self.encoded, *self.selected] if self.encoded else [*self.selected]
+
+    def sections(self) -> list[Section]:
+        """All parameters."""
+        return [*(each for part in self.parts() for each in part.sections), *self.factored]
+
+    def release(self) -> None:
+        """Frees the memory of its messages."""
+        for part in self.parts():
+            part.release()
+
+    def sent_bytes(self, rank: int) -> int:
+        """What a rank sends to others in a step."""
+        factors = sum(lowrank.sent_bytes(each.parameter, each.wire.rank) for each in self.factored)
+        return sum(part.sent_bytes(rank) for part in self.parts()) + factors
