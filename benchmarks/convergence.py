@@ -4,8 +4,9 @@
     python -m benchmarks.convergence --formats fp32 int8    # some formats
     python -m benchmarks.convergence --seeds 1 --ranks 2    # a coarse look
 
-Two workloads: ``digits``, the demo's network on scikit-learn's digits with its SGD and momentum;
-and ``characters``, a small transformer on Python's own sources, with AdamW (characters.py).
+Three workloads: ``digits``, the demo's network on scikit-learn's digits with its SGD and momentum;
+``characters``, a small transformer on Python's own sources, with AdamW (characters.py); and
+``characters_long``, the same with six times the steps, for some formats with feedback.
 
 A run trains a fresh model with DDP for a fixed number of steps, then tests it on held-out data:
 the mean cross-entropy and the share of right answers. A seed gives the initial weights and the
@@ -48,12 +49,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks import characters
 from benchmarks.all_reduce import join_group, machine
 from benchmarks.convergence_report import Book, Run, plot, table
-from benchmarks.convergence_variants import FORMATS, VARIANTS, Variant
+from benchmarks.convergence_variants import FORMATS, LONG, NAMES, VARIANTS, Variant
 from fastreduce import demo  # also imports what must come before a group
 
 RESULTS = Path(__file__).with_name("results") / "convergence"
 DIGITS_EPOCHS = 15
-TEXT_STEPS, TEXT_BATCH, TEXT_RATE, TEXT_WARM_UP = 500, 16, 1e-2, 20
+TEXT_STEPS, LONG_STEPS, TEXT_BATCH, TEXT_RATE, TEXT_WARM_UP = 500, 3000, 16, 1e-2, 20
 
 Batch = tuple[Tensor, Tensor]
 
@@ -62,6 +63,7 @@ class Digits:
     """The demo's network, data and optimizer."""
 
     name = "digits"
+    variants = NAMES
 
     def __init__(self, steps: int | None) -> None:
         self.data = demo.load_digits()
@@ -96,13 +98,15 @@ class Characters:
     """The transformer of characters.py, with a warm-up and a linear decay of the learning rate."""
 
     name = "characters"
+    variants = NAMES
+    default_steps = TEXT_STEPS
 
     def __init__(self, steps: int | None) -> None:
         self.text = characters.load_text()
         # Every fourth window: 15,000 characters are enough.
         starts = torch.arange(0, len(self.text.test), 4 * characters.CONTEXT)[:-1]
         self.test: Batch = characters.windows(self.text.test, starts)
-        self.steps = steps or TEXT_STEPS
+        self.steps = steps or self.default_steps
         self.settings = {
             "workload": self.name,
             "steps": self.steps,
@@ -133,9 +137,17 @@ class Characters:
         return min((step + 1) / TEXT_WARM_UP, 1.0) * (1.0 - step / self.steps)
 
 
+class LongCharacters(Characters):
+    """The same until it hardly learns more."""
+
+    name = "characters_long"
+    variants = LONG
+    default_steps = LONG_STEPS
+
+
 Workload = Digits | Characters
-WORKLOADS: list[type[Workload]] = [Digits, Characters]
-NAMES = [kind.name for kind in WORKLOADS]
+WORKLOADS: list[type[Workload]] = [Digits, Characters, LongCharacters]
+VARIANTS_OF = {kind.name: kind.variants for kind in WORKLOADS}
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -167,7 +179,7 @@ def train(workload: Workload, variant: Variant, seed: int) -> Run:
     """The figures of one run, on this rank's part of every batch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     ddp = DistributedDataParallel(workload.build(seed))
-    state = variant.average(ddp)
+    state = variant.average(ddp, workload.steps)
     optimizer = workload.optimizer(ddp.parameters())
     schedule = LambdaLR(optimizer, workload.rate)
     begin = time.perf_counter()
@@ -224,13 +236,14 @@ def line(name: str, key: Run, figures: Run) -> str:
 
 def missing(book: Book, ranks: int, arguments: argparse.Namespace) -> list[Run]:
     """The keys of the runs that are asked for and not in the book, seed by seed."""
+    names = {number: book.settings[number]["workload"] for number in book.current}
     keys = [
         {"settings": number, "ranks": ranks, "variant": variant.name, "seed": seed}
         for number in book.current
-        if book.settings[number]["workload"] in arguments.workloads
+        if names[number] in arguments.workloads
         for seed in range(arguments.seeds)
         for variant in VARIANTS
-        if variant.format in arguments.formats
+        if variant.format in arguments.formats and variant.name in VARIANTS_OF[names[number]]
     ]
     return [key for key in keys if arguments.again or not book.find(**key)]
 
@@ -239,7 +252,7 @@ def main(argv: list[str] | None = None) -> Book:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on")
-    parser.add_argument("--workloads", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--workloads", nargs="+", choices=VARIANTS_OF, default=list(VARIANTS_OF))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--steps", type=int, help="of each run; default: the workload's own")
     parser.add_argument("--again", action="store_true", help="repeat runs that are there already")

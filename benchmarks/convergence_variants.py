@@ -19,8 +19,8 @@ TIMEOUT_SECONDS = 120.0
 FP32 = "fp32"
 WITHIN_SD, WITHIN_POINT = "1 sd", "1 point"
 
-# Gives a DDP model its hook, and returns what is to be closed at the end.
-Averaging = Callable[[DistributedDataParallel], "fastreduce.HookState | None"]
+# Gives a DDP model its hook for so many steps, and returns what is to be closed at the end.
+Averaging = Callable[[DistributedDataParallel, int], "fastreduce.HookState | None"]
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Variant:
         return f"{self.format}, no feedback" if self.feedback is False else self.format
 
 
-def no_hook(_: DistributedDataParallel) -> None:
+def no_hook(_: DistributedDataParallel, steps: int) -> None:
     return None
 
 
-def torch_fp16(ddp: DistributedDataParallel) -> None:
+def torch_fp16(ddp: DistributedDataParallel, steps: int) -> None:
     ddp.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
 
 
-def torch_bf16(ddp: DistributedDataParallel) -> None:
+def torch_bf16(ddp: DistributedDataParallel, steps: int) -> None:
     # No annotations: DDP compares them with types, and here they are strings.
     def bf16_on_cpu(group, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(group, bucket)
@@ -60,28 +60,23 @@ def torch_bf16(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(dist.group.WORLD, bf16_on_cpu)
 
 
-def torch_powersgd(ddp: DistributedDataParallel) -> None:
+def torch_powersgd(ddp: DistributedDataParallel, steps: int) -> None:
     state = powerSGD_hook.PowerSGDState(
         dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2
     )
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def ours(ddp: DistributedDataParallel) -> fastreduce.HookState:
+def ours(ddp: DistributedDataParallel, steps: int) -> fastreduce.HookState:
     return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS)
 
 
-def over(wire: Wire, warmup_steps: int) -> Averaging:
-    """fastreduce with a wire format."""
+def over(schedule: dict[float, Wire]) -> Averaging:
+    """fastreduce with wire formats, each from a share of the training on, and fp32 before."""
 
-    def average(ddp: DistributedDataParallel) -> fastreduce.HookState:
-        return fastreduce.attach(
-            ddp,
-            timeout=TIMEOUT_SECONDS,
-            wire=wire,
-            warmup_steps=warmup_steps,
-            wire_min_bytes=0,
-        )
+    def average(ddp: DistributedDataParallel, steps: int) -> fastreduce.HookState:
+        wire = {round(share * steps): wire for share, wire in schedule.items()}
+        return fastreduce.attach(ddp, timeout=TIMEOUT_SECONDS, wire=wire, wire_min_bytes=0)
 
     return average
 
@@ -100,9 +95,11 @@ WIRES: dict[str, tuple[str | None, Wire]] = {
     "randomk": (None, Wire("randomk", k=0.01)),
     "lowrank": (None, Wire("lowrank", rank=2)),
 }
-# The same after so many steps in fp32.
-WARM_UP = 100
-WARM = ("onebit", "topk")
+# The same after a beginning that sends more (Lin et al. 2018: deep gradient compression).
+RAMPED = {
+    "onebit": {0.1: WIRES["onebit"][1]},
+    "topk": {0.1: Wire("topk", k=0.1), 0.3: Wire("topk", k=0.03), 0.5: WIRES["topk"][1]},
+}
 
 VARIANTS = [
     Variant(FP32, None, no_hook),
@@ -112,11 +109,21 @@ VARIANTS = [
     Variant("torch_powersgd", True, torch_powersgd),
     *(
         Variant(
-            name, feedback, over(replace(wire, feedback=feedback), 0), target if feedback else None
+            name,
+            feedback,
+            over({0: replace(wire, feedback=feedback)}),
+            target if feedback else None,
         )
         for name, (target, wire) in WIRES.items()
         for feedback in (True, False)
     ),
-    *(Variant(f"{name}_warm", True, over(WIRES[name][1], WARM_UP)) for name in WARM),
+    *(
+        Variant(f"{name}_ramped", True, over(schedule), WIRES[name][0])
+        for name, schedule in RAMPED.items()
+    ),
 ]
 FORMATS = list(dict.fromkeys(variant.format for variant in VARIANTS))
+NAMES = [variant.name for variant in VARIANTS]
+# Of a longer training.
+LONG = [FP32, "torch_powersgd", "fp8_e4m3", "int8", "int4", "onebit", "topk"]
+LONG += [f"{name}_ramped" for name in RAMPED]

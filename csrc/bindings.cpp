@@ -195,8 +195,8 @@ PYBIND11_MODULE(_C, m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "combine",
-          [](const WireCoding& self, const std::vector<Address>& from) {
-            kernels().combine(self.coding(), self.messages(from).data());
+          [](const WireCoding& self, std::uint64_t k, const std::vector<Address>& from) {
+            kernels().combine(self.coding(), k, self.messages(from).data());
           },
           py::call_guard<py::gil_scoped_release>());
 

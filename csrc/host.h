@@ -103,7 +103,7 @@ struct Kernels {
   void (*decode)(const Coding&, int chunk, const char* from);
   // See topk.h.
   std::uint32_t (*select)(const Coding&, const Selection&, std::uint32_t expected, char* to);
-  void (*combine)(const Coding&, const char* const* from);
+  void (*combine)(const Coding&, std::uint64_t k, const char* const* from);
 };
 
 // The best that this processor runs; FASTREDUCE_ISA names a lower one.

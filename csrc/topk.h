@@ -213,8 +213,9 @@ inline std::uint32_t select(const Coding& coding, const Selection& selection,
   return count > selection.k ? least : from != 0 ? from : 1;
 }
 
-// The gradient becomes the mean over the ranks of what they have sent. Missing elements are 0.
-inline void combine(const Coding& coding, const char* const* messages) {
+// The gradient becomes the mean over the ranks of what they have sent, at most k elements each.
+// Missing elements are 0.
+inline void combine(const Coding& coding, std::uint64_t k, const char* const* messages) {
   const int world = coding.plan.world;
   Room<const Entry*> next(world), end(world);
   bool finite = true;
@@ -223,7 +224,7 @@ inline void combine(const Coding& coding, const char* const* messages) {
     std::memcpy(&header, messages[p], sizeof header);
     finite = finite && header.finite != 0;
     next[p] = reinterpret_cast<const Entry*>(messages[p] + sizeof header);
-    end[p] = next[p] + header.count;
+    end[p] = next[p] + (header.count < k ? header.count : k);
   }
   const float share = share_of(world);
   HostTeam team;
@@ -244,7 +245,8 @@ inline void combine(const Coding& coding, const char* const* messages) {
         for (int p = 0; p < world; ++p) {
           float* const own = sums.data() + p * kMostOfRun;
           for (std::size_t i = 0; i < n && p != 0; ++i) own[i] = 0;
-          for (; next[p] != end[p] && next[p]->index < first + n; ++next[p])
+          // None that is not where its order says.
+          for (; next[p] != end[p] && next[p]->index - first < n; ++next[p])
             own[next[p]->index - first] = next[p]->value;
         }
         // The tree: neighbours pairwise, level by level.

@@ -94,6 +94,9 @@ class Compression:
     ) -> None:
         """Over which all is reduced, the parameters, and where gradients lie. Collective between
         hosts and GPUs."""
+        selects = any(wire.format in SELECTED for wire in self._policy.wires(shapes))
+        if selects and self._residual_dtype != torch.float32:
+            raise ValueError("residual_dtype: topk, randomk and threshold need float32")
         self._communicator = communicator
         self._shapes = shapes
         # GPUs compare layouts as they meet them: here they would be waited for in every pass.
@@ -207,8 +210,6 @@ class Compression:
                 factored.append(each)
             else:
                 rest.append(each)
-        if by_wire and self._residual_dtype != torch.float32:
-            raise ValueError("residual_dtype: topk, randomk and threshold need float32")
         selected = [Selected(each, ranks) for each in by_wire.values()]
         return Bucket(Part(rest, ranks) if rest else None, selected, factored)
 
@@ -381,7 +382,7 @@ class Compression:
     def _combine(
         self, step: Step, part: Selected, coding: _C.WireCoding, messages: list[Tensor]
     ) -> None:
-        coding.combine([each.data_ptr() for each in messages])
+        coding.combine(part.k, [each.data_ptr() for each in messages])
         self._settle(step, part, coding)
 
     def _settle(self, step: Step, part: Part, coding: _C.WireCoding | cuda.WireCoding) -> None:

@@ -366,7 +366,9 @@ class HookState:
             layout = self._compression.layout(current.step, parameters, tensor.dtype)
             if layout is not None:
                 if self._record:
-                    current.stats.buckets[-1].algorithm = "encoded"
+                    entry = current.stats.buckets[-1]
+                    entry.algorithm, entry.formats = "encoded", layout.formats()
+                    entry.wire_bytes = layout.sent_bytes(self.communicator.rank)
                 current.encoded.add(tensor.data_ptr())
                 return self._compression.all_reduce(
                     current.step,

@@ -113,7 +113,7 @@ class Selected(Part):
     def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
         [message] = self.memory("rehearsed", [self.message_bytes])
         self.select(coding, message)
-        coding.combine([message.data_ptr()] * len(self.sizes))
+        coding.combine(self.k, [message.data_ptr()] * len(self.sizes))
 
 
 @dataclass
@@ -137,6 +137,10 @@ class Bucket:
         """Frees the memory of its messages."""
         for part in self.parts():
             part.release()
+
+    def formats(self) -> tuple[str, ...]:
+        """The wire formats, by name."""
+        return tuple(sorted({each.wire.format for each in self.sections() if not each.plain}))
 
     def sent_bytes(self, rank: int) -> int:
         """What a rank sends to others in a step."""

@@ -16,6 +16,8 @@ class BucketStats:
         index: in the order of the step.
         nbytes: of its gradients.
         algorithm: that averaged them.
+        formats: wire formats in which some of them travelled.
+        wire_bytes: what this rank sent in these to all others together.
         submitted, began, ended: the hook was called; the communication thread began with the
             bucket (before that, others were under way); it was done. None of the last two where
             the bucket did not go through shared memory.
@@ -33,6 +35,8 @@ class BucketStats:
     waiting: float = 0.0
     latest: int | None = None
     latest_wait: float = 0.0
+    formats: tuple[str, ...] = ()
+    wire_bytes: int = 0
 
     def note(self, account: tuple[int, int, int, int, int]) -> None:
         """Takes over what the communication thread has noted, in ns."""
@@ -78,6 +82,11 @@ class StepStats:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
+    def wire_bytes(self) -> int:
+        """What this rank sent in wire formats."""
+        return sum(bucket.wire_bytes for bucket in self.buckets)
+
+    @property
     def waiting(self) -> float:
         """Seconds of waiting for peers."""
         return sum(bucket.waiting for bucket in self.buckets)
@@ -118,6 +127,10 @@ def summary(steps: Sequence[StepStats]) -> str:
         f"{sum(step.waiting for step in steps) / count * 1e3:.3g} ms waiting for peers, "
         f"{sum(step.moving for step in steps) / count * 1e3:.3g} ms moving bytes"
     )
+    formats = sorted({name for step in steps for each in step.buckets for name in each.formats})
+    if formats:
+        sent = sum(step.wire_bytes for step in steps) / count / 2**20
+        text += f"; {sent:.3g} MiB sent as {', '.join(formats)}"
     if busy > 0:
         text += f", {sum(step.hidden for step in steps) / busy:.0%} of both behind backward"
     if waits:

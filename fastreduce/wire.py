@@ -26,6 +26,16 @@ Format = Literal[
 
 SMALL_BYTES = 64 << 10
 
+_LOSSLESS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_ROUNDED = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+SELECTED = ("topk", "randomk", "threshold")
+_OPTIONS = {
+    "block": ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "onebit"),
+    "k": SELECTED,
+    "threshold": ("threshold",),
+    "rank": ("lowrank",),
+}
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -70,6 +80,9 @@ class Wire:
             raise ValueError(f'rounding: expected "nearest" or "stochastic", got {self.rounding!r}')
         if self.rounding == "stochastic" and self.format not in _ROUNDED:
             raise ValueError(f"rounding: {self.format} is not rounded")
+        for option, formats in _OPTIONS.items():
+            if self.format not in formats and getattr(self, option) != getattr(Wire, option):
+                raise ValueError(f"{option}: {self.format} has none, only {', '.join(formats)}")
         if not self.k > 0 or (self.k > 1 and not isinstance(self.k, int)):
             raise ValueError(f"k: expected a fraction up to 1.0 or a whole number, got {self.k}")
         if not self.threshold >= 0:
@@ -88,10 +101,6 @@ class Wire:
 
 
 FP32 = Wire()
-
-_LOSSLESS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_ROUNDED = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
-SELECTED = ("topk", "randomk", "threshold")
 
 # One for all parameters, or what a parameter's name and shape say; and that by the step from which
 # on it holds.
@@ -170,6 +179,11 @@ class Policy:
             ]
             self._fingerprints[phase] = zlib.crc32(repr((said, self._small_bytes)).encode())
         return self._fingerprints[phase]
+
+    def wires(self, shapes: Mapping[str, torch.Size]) -> set[Wire]:
+        """All that these parameters ever have."""
+        steps = [first for first, _ in self._from]
+        return {self.of(name, shape, step) for step in steps for name, shape in shapes.items()}
 
     def of(self, name: str, shape: torch.Size, step: int) -> Wire:
         """The parameter's wire in that step."""

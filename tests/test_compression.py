@@ -401,7 +401,7 @@ def test_in_bfloat16():
         run.backward(step)
     run.check(tolerance=1e-5)
     with pytest.raises(ValueError, match="residual_dtype: topk"):
-        Run(2, "topk", residual_dtype=torch.bfloat16).backward(0)
+        Run(2, "topk", residual_dtype=torch.bfloat16)
 
 
 def test_loss_scale_is_followed():
@@ -512,7 +512,7 @@ def test_selected_bits_of_the_reference(wire, dtype):
             codings.append(coding)
             messages.append(message)
         for coding in codings:
-            coding.combine([each.data_ptr() for each in messages])
+            coding.combine(k, [each.data_ptr() for each in messages])
             assert coding.finite
         for buffer in gradients:
             assert torch.equal(buffer, expected)
@@ -529,6 +529,10 @@ def test_bad_policies_are_refused():
         (lambda: Wire("topk", k=0), "k: "),
         (lambda: Wire("topk", k=1.5), "k: "),
         (lambda: Wire("lowrank", rank=0), "rank"),
+        (lambda: Wire("int8", k=5), "k: int8 has none, only topk"),
+        (lambda: Wire("topk", block=64), "block: topk has none"),
+        (lambda: Wire("topk", threshold=1.0), "threshold: topk has none"),
+        (lambda: Wire("int8", rank=3), "rank: int8 has none"),
         ({-1: "int8"}, "steps"),
         ({0: "fp12"}, "wire: expected one of"),
     ):

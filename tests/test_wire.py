@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
 from fastreduce import Wire, demo, reference, rendezvous
+from fastreduce.stats import summary
 from fastreduce.wire import key_of
 
 TIMEOUT = 60.0
@@ -511,6 +512,29 @@ def refused() -> None:
 
 def test_what_cannot_be_is_refused(pool):
     pool(1).run(ignoring_state, refused)
+
+
+def recorded(way: str) -> list[tuple[tuple[str, ...], int]]:
+    """Of each bucket of the last step what it was sent as."""
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=1)
+    state = attach(way, ddp, wire={0: "fp32", 2: "int8"}, record=True)
+    for step in range(3):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    first, _, last = state.stats()
+    assert first.wire_bytes == 0 and first.buckets[0].formats == ()
+    assert last.wire_bytes == sum(each.wire_bytes for each in last.buckets)
+    assert "MiB sent as int8" in summary(state.stats())
+    state.close()
+    return [(each.formats, each.wire_bytes) for each in last.buckets]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_sent_is_recorded(pool, way):
+    # Blocks of 128 with a scale, twice: what the others reduce, and what this rank has reduced.
+    elements = sum(p.numel() for p in build().parameters())
+    for buckets in pool(2).run(ignoring_state, recorded, way):
+        assert {formats for formats, _ in buckets} == {("int8",)}
+        assert 1.0 * elements < sum(nbytes for _, nbytes in buckets) < 1.2 * elements
 
 
 def sparse_and_dense() -> None:

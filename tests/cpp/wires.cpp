@@ -340,9 +340,19 @@ void check_selection(DType dtype, bool random, Mood mood, std::size_t wanted, fl
         expected.set(span.offset + i, finite ? mean : bits_float(0x7fc00000u));
         sums_finite = sums_finite && std::isfinite(expected.at(span.offset + i));
       }
-    kernels().combine(told[p]->coding(), from.data());
+    kernels().combine(told[p]->coding(), k, from.data());
     expect(seen[p].gradient.bytes == expected.bytes, where + ": a gradient");
     expect(told[p]->finite() == sums_finite, where + ": finite");
+  }
+
+  // Damaged messages, which count too many elements, beyond the end and out of order, are not
+  // followed there: sanitizers look on.
+  for (const unsigned char byte : {0xff, 0x01}) {
+    std::vector<char> damaged(selection_bytes(k), static_cast<char>(byte));
+    const std::vector<const char*> all(world, damaged.data());
+    kernels().combine(told[0]->coding(), k, all.data());
+    if (k > 1) std::reverse(damaged.begin() + sizeof(Header), damaged.end());
+    kernels().combine(told[0]->coding(), k, all.data());
   }
 }
 
