@@ -88,8 +88,9 @@ template <class Block, class Arithmetic>
 FR_BLOCK bool two_shot(Block& block, const View& view, const Arithmetic& arithmetic,
                        void* const* buffers, std::size_t count) {
   const std::size_t item = arithmetic.item_bytes();
-  const Range chunk = chunk_of(count, view.world(), view.rank, item);
-  const Range part = chunk_of(chunk.size(), block.count(), block.index(), item);
+  const std::size_t grain = arithmetic.grain();
+  const Range chunk = part_of(count, view.world(), view.rank, grain);
+  const Range part = part_of(chunk.size(), block.count(), block.index(), grain);
   const std::size_t begin = (chunk.begin + part.begin) * item;
   const auto at = [=](int p) { return static_cast<char*>(buffers[p]) + begin; };
   arithmetic.reduce(block, at, view.world(), at, view.world(), part.size());

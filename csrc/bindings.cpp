@@ -1,6 +1,8 @@
 // Python bindings: pointers, counts and enum numbers in; nothing is decided here.
 #include "bindings.h"
 
+#include <algorithm>
+
 #include "host_communicator.h"
 #include "topk.h"
 #include "wire_tables.h"
@@ -109,6 +111,46 @@ class WireCoding {
   Coding coding_;
 };
 
+// What calls of one rank have measured, section by section.
+class Norms {
+ public:
+  using Ends = std::vector<std::uint64_t>;
+
+  Norms(Ends ends, int blocks, std::uint64_t first)
+      : ends_(std::move(ends)), norms_(ends_.size() * blocks) {
+    if (blocks < 1 || blocks > kMaxBlocks) throw std::invalid_argument("blocks: out of range");
+    if (ends_.empty() || !std::is_sorted(ends_.begin(), ends_.end()))
+      throw std::invalid_argument("ends: expected at least one, in ascending order");
+    measure_ = {ends_.data(), ends_.size(), norms_.data(), first};
+  }
+  Norms(const Norms&) = delete;
+  Norms& operator=(const Norms&) = delete;
+
+  const Measure& measure() const { return measure_; }
+  // All blocks' together, in the first one's place.
+  const std::vector<Norm>& merge() {
+    for (std::size_t i = ends_.size(); i < norms_.size(); ++i) {
+      fastreduce::merge(norms_[i % ends_.size()], norms_[i]);
+      norms_[i] = {};
+    }
+    return norms_;
+  }
+  void add(const Norm* others) {
+    for (std::size_t s = 0; s < ends_.size(); ++s) fastreduce::merge(norms_[s], others[s]);
+  }
+  void clear() { std::fill(norms_.begin(), norms_.end(), Norm()); }
+  std::size_t sections() const { return ends_.size(); }
+
+ private:
+  Ends ends_;
+  std::vector<Norm> norms_;
+  Measure measure_;
+};
+
+const Measure* as_measure(Address norms) {
+  return norms == 0 ? nullptr : &reinterpret_cast<Norms*>(norms)->measure();
+}
+
 // Why a communicator could not be made, as far as it is not what a signal handler raised.
 struct CannotShare : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -200,6 +242,38 @@ PYBIND11_MODULE(_C, m) {
           },
           py::call_guard<py::gil_scoped_release>());
 
+  py::class_<Norms>(m, "Norms")
+      .def(py::init<Norms::Ends, int, std::uint64_t>(), py::arg("ends"), py::arg("blocks") = 1,
+           py::arg("first") = 0)
+      .def_property_readonly("address",
+                             [](const Norms& self) { return reinterpret_cast<Address>(&self); })
+      .def("clear", &Norms::clear)
+      .def(
+          "measure",
+          [](const Norms& self, int rank, int world, int dtype, Address tensor, std::size_t count) {
+            kernels().measure(self.measure(), rank, world, static_cast<DType>(dtype),
+                              reinterpret_cast<const void*>(tensor), count);
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def("save",
+           [](Norms& self, Address to) {
+             std::memcpy(reinterpret_cast<void*>(to), self.merge().data(),
+                         self.sections() * sizeof(Norm));
+           })
+      .def("add", [](Norms& self, Address from) { self.add(reinterpret_cast<const Norm*>(from)); })
+      .def("values", [](Norms& self) {
+        py::list values;
+        for (std::size_t s = 0; s < self.sections(); ++s) {
+          const Norm& norm = self.merge()[s];
+          values.append(py::make_tuple(norm.part[0], norm.part[1], norm.part[2], norm.top,
+                                       bits_double(norm.most), norm.nonfinite));
+        }
+        return values;
+      });
+  m.attr("NORM_BYTES") = sizeof(Norm);
+  m.attr("NORM_BITS") = Norm::kBits;
+  m.attr("NORM_HIGHEST") = Norm::kHighest;
+
   py::class_<Listener>(m, "Listener")
       .def(py::init<>())
       .def_property_readonly(
@@ -272,38 +346,42 @@ PYBIND11_MODULE(_C, m) {
            py::arg("foreground_ns"), py::arg("background_ns"), py::arg("first_epoch"))
       .def("run",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
-              std::uint64_t count, int root, double scale, double weight, int segment) {
+              std::uint64_t count, int root, double scale, double weight, int segment,
+              Address norms) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              uninterrupted([&] {
                self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
-                        check_signals);
+                        check_signals, nullptr, as_measure(norms));
                return true;
              });
            })
       .def("run_told",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
-              std::uint64_t count, int root, double scale, double weight, int segment) {
+              std::uint64_t count, int root, double scale, double weight, int segment,
+              Address norms) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              Account account;
              const double total = uninterrupted([&] {
                return self.run(call, reinterpret_cast<const void*>(in),
-                               reinterpret_cast<void*>(out), check_signals, &account);
+                               reinterpret_cast<void*>(out), check_signals, &account,
+                               as_measure(norms));
              });
              return std::make_pair(total, as_tuple(account));
            })
       .def("submit",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, double weight, int segment,
-              std::int64_t notify) {
+              Address norms, std::int64_t notify) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              py::gil_scoped_release release;
              return self.submit(call, reinterpret_cast<const void*>(in),
-                                reinterpret_cast<void*>(out), notify);
+                                reinterpret_cast<void*>(out), notify, as_measure(norms));
            })
       .def("record", &HostCommunicator::record)
+      .def_property_readonly("blocks", &HostCommunicator::blocks)
       .def("next_completed", &HostCommunicator::next_completed,
            py::call_guard<py::gil_scoped_release>())
       .def("add_segment",

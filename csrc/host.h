@@ -104,6 +104,8 @@ struct Kernels {
   // See topk.h.
   std::uint32_t (*select)(const Coding&, const Selection&, std::uint32_t expected, char* to);
   void (*combine)(const Coding&, std::uint64_t k, const char* const* from);
+  // A rank's part of a tensor of so many elements; see norm.h.
+  void (*measure)(const Measure&, int rank, int world, DType, const void* tensor, std::size_t);
 };
 
 // The best that this processor runs; FASTREDUCE_ISA names a lower one.

@@ -40,6 +40,7 @@ class Work {
   Call call_;
   const void* in_ = nullptr;
   void* out_ = nullptr;
+  const Measure* measure_ = nullptr;
   std::int64_t notify_ = -1;
   double total_ = 0;
   Account account_;
@@ -72,11 +73,12 @@ class HostCommunicator {
 
   // Runs a call on this thread, after all that are queued, and returns the sum of the ranks'
   // weights. `interrupted` is asked now and then while it waits. With `account`, notes its times
-  // there.
+  // there; with `measure`, what this rank has reduced.
   double run(const Call& call, const void* in, void* out, const std::function<bool()>& interrupted,
-             Account* account = nullptr);
+             Account* account = nullptr, const Measure* measure = nullptr);
   // Queues a call for the communication thread. With notify >= 0, next_completed() reports it.
-  std::shared_ptr<Work> submit(const Call& call, const void* in, void* out, std::int64_t notify);
+  std::shared_ptr<Work> submit(const Call& call, const void* in, void* out, std::int64_t notify,
+                               const Measure* measure = nullptr);
   // Whether the communication thread keeps an Account of each call.
   void record(bool on) { recording_ = on; }
   // Waits for finished works that have a notify number and returns them, in order; empty once
@@ -85,6 +87,7 @@ class HostCommunicator {
   std::vector<Completed> next_completed();
 
   Segments& segments() { return segments_; }
+  int blocks() const { return options_.blocks; }
 
   // Finishes what is queued (or, without `drain` or when interrupted, gives it up), tells the
   // peers, frees all. A second caller waits for the first. A signal handler within run() cannot
@@ -95,7 +98,7 @@ class HostCommunicator {
   bool forked() const;
 
  private:
-  double execute(Call call, const void* in, void* out, const Watch& plan);
+  double execute(Call call, const void* in, void* out, const Measure* measure, const Watch& plan);
   void perform(HostBlock& leader, Job& job, const Watch& watch);
   int blocks_for(const Call& call) const;
   bool run_blocks(const Job& job, const Watch& watch, int count, FailureRecord* failure);

@@ -1,5 +1,6 @@
 // The protocols, instantiated for HostBlock. Compiled once per instruction set (FR_ISA).
 #include "host.h"
+#include "host_norm.h"
 #include "host_wire.h"
 #include "topk.h"
 
@@ -16,6 +17,8 @@ class HostArithmetic {
  public:
   virtual std::size_t item_bytes() const = 0;
   virtual std::size_t partial_bytes() const = 0;
+  // So that what is measured begins with a unit, whoever measures.
+  static constexpr std::size_t grain() { return kUnit; }
 
   template <class To, class From>
   void reduce(HostBlock&, const To& to, int stores, const From& from, int count,
@@ -42,7 +45,12 @@ class HostArithmetic {
 template <class T, class O>
 class HostArithmeticOf final : public HostArithmetic {
  public:
-  explicit HostArithmeticOf(const TypedArithmetic<T, O>& typed) : typed_(typed) {}
+  // `gauge`, if any, measures what is stored into the tensor of the rank.
+  HostArithmeticOf(const TypedArithmetic<T, O>& typed, const Job& job, Gauge* gauge)
+      : typed_(typed),
+        tensor_(static_cast<const char*>(job.out)),
+        bytes_(job.call.count * sizeof(T)),
+        gauge_(gauge) {}
 
   std::size_t item_bytes() const override { return typed_.item_bytes(); }
   std::size_t partial_bytes() const override { return typed_.partial_bytes(); }
@@ -62,12 +70,46 @@ class HostArithmeticOf final : public HostArithmetic {
  private:
   void reduce_all(char* const* to, int stores, const char* const* from, int count,
                   std::size_t n) const override {
-    reduce_serial<T, O>(reinterpret_cast<T* const*>(to), stores,
-                        reinterpret_cast<const T* const*>(from), count, n, typed_.scale());
+    auto* const out = reinterpret_cast<T* const*>(to);
+    const auto* const in = reinterpret_cast<const T* const*>(from);
+    if constexpr (std::is_floating_point<AccOf<T>>::value) {
+      if (gauge_ != nullptr) {
+        int own = 0;
+        while (own + 1 < stores && !(tensor_ <= to[own] && to[own] < tensor_ + bytes_)) ++own;
+        const std::size_t index = static_cast<std::size_t>(to[own] - tensor_) / sizeof(T);
+        return reduce_measured<T, O>(out, stores, in, count, n, typed_.scale(), index, own,
+                                     *gauge_);
+      }
+    }
+    reduce_serial<T, O>(out, stores, in, count, n, typed_.scale());
   }
 
   TypedArithmetic<T, O> typed_;
+  const char* tensor_;
+  std::size_t bytes_;
+  Gauge* gauge_;
 };
+
+void measure(const Measure& measure, int rank, int world, DType dtype, const void* tensor,
+             std::size_t count) {
+  const Range part = part_of(count, world, rank, kUnit);
+  Gauge gauge(measure, 0);
+  const auto range = [&](const auto* values) {
+    gauge.range(values + part.begin, part.begin, part.size());
+  };
+  switch (dtype) {
+    case DType::float32:
+      return range(static_cast<const float*>(tensor));
+    case DType::float64:
+      return range(static_cast<const double*>(tensor));
+    case DType::float16:
+      return range(static_cast<const Half*>(tensor));
+    case DType::bfloat16:
+      return range(static_cast<const BFloat16*>(tensor));
+    default:
+      return;
+  }
+}
 
 // Which protocol a call runs.
 bool reduce(HostBlock& block, const View& view, const HostArithmetic& arithmetic, const Job& job,
@@ -130,7 +172,10 @@ bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch
     const ScaleOf<T> scale =
         scale_of(factors, job, view.world(), static_cast<ScaleOf<T>*>(nullptr));
     const TypedArithmetic<T, O> typed(scale, view.rank);
-    return reduce(block, view, HostArithmeticOf<T, O>(typed), job, epoch);
+    if (job.measure == nullptr || !measures_on_the_way(job, view.rank))
+      return reduce(block, view, HostArithmeticOf<T, O>(typed, job, nullptr), job, epoch);
+    Gauge gauge(*job.measure, block.index());
+    return reduce(block, view, HostArithmeticOf<T, O>(typed, job, &gauge), job, epoch);
   });
 }
 
@@ -187,7 +232,7 @@ void run_unpack(HostBlock& block, DType tensor, DType flat, void* from, const Pi
 extern const Kernels instance;
 const Kernels instance{
     FR_STRING(FR_ISA), run,    run_pack, run_unpack, encode_message, reduce_messages,
-    decode_message,    select, combine};
+    decode_message,    select, combine,  measure};
 
 }  // namespace FR_ISA
 }  // namespace fastreduce

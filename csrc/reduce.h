@@ -55,6 +55,8 @@ class TypedArithmetic {
 
   static FR_FN constexpr std::size_t item_bytes() { return sizeof(T); }
   static FR_FN constexpr std::size_t partial_bytes() { return sizeof(A); }
+  // Of a rank's chunk, in elements: at least a cache line.
+  static FR_FN constexpr std::size_t grain() { return 64 / sizeof(T); }
 
   FR_FN const ScaleOf<T>& scale() const { return scale_; }
 

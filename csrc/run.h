@@ -3,6 +3,7 @@
 
 #include "all_reduce.h"
 #include "collectives.h"
+#include "norm.h"
 
 namespace fastreduce {
 
@@ -13,10 +14,18 @@ struct Job {
   double total = 0;
   const void* in = nullptr;  // of an encoded call: its Coding
   void* out = nullptr;
-  bool direct = false;     // `peers` holds every rank's tensor, mapped here
-  void* peers[kMaxRanks];  // a broadcast fills in its root's only
-  bool far = false;        // the ranks' cores share no cache
+  bool direct = false;               // `peers` holds every rank's tensor, mapped here
+  void* peers[kMaxRanks];            // a broadcast fills in its root's only
+  bool far = false;                  // the ranks' cores share no cache
+  const Measure* measure = nullptr;  // of what this rank reduces, if anything: on the host
 };
+
+// Whether a rank measures what it reduces as it stores it. Elements that all ranks reduce, the
+// first one counts.
+FR_FN bool measures_on_the_way(const Job& job, int rank) {
+  const bool whole = job.call.kind == Kind::all_reduce && job.call.algorithm == Algorithm::one_shot;
+  return whole ? rank == 0 : job.direct || job.call.algorithm == Algorithm::one_shot;
+}
 
 // What a rank's tensor for a call has in bytes before it.
 FR_FN std::size_t input_bytes(const Call& call, int world) {

@@ -5,6 +5,9 @@ from datetime import timedelta
 
 MAX_RANKS: int
 MAX_BLOCKS: int
+NORM_BYTES: int
+NORM_BITS: int
+NORM_HIGHEST: int
 
 def instruction_set() -> str:
     """Name of the instruction set that the kernels use on this processor: ``baseline``,
@@ -78,6 +81,29 @@ class WireCoding:
 
     def combine(self, k: int, from_: Sequence[int], /) -> None: ...
 
+class Norms:
+    """What calls of one rank have measured: csrc/norm.h. ``ends`` are those of the sections, in
+    elements; ``first`` is a tensor's first element among those."""
+
+    def __init__(self, ends: Sequence[int], blocks: int = 1, first: int = 0) -> None: ...
+    @property
+    def address(self) -> int:
+        """The ``norms`` of a call."""
+
+    def clear(self) -> None: ...
+    def measure(self, rank: int, world: int, dtype: int, tensor: int, count: int, /) -> None:
+        """Counts a rank's part of a tensor that has been reduced."""
+
+    def save(self, to: int, /) -> None:
+        """Writes NORM_BYTES for every section."""
+
+    def add(self, from_: int, /) -> None:
+        """Adds what another one has saved."""
+
+    def values(self) -> list[tuple[int, int, int, int, float, int]]:
+        """Of every section: the sum of squares in three parts, the highest one's place, the largest
+        magnitude, and how many elements are not finite."""
+
 class Listener:
     def __init__(self) -> None: ...
     @property
@@ -128,6 +154,7 @@ class HostCommunicator:
         scale: float,
         weight: float,
         segment: int,
+        norms: int,
         /,
     ) -> None: ...
     def run_told(
@@ -140,6 +167,7 @@ class HostCommunicator:
         scale: float,
         weight: float,
         segment: int,
+        norms: int,
         /,
     ) -> tuple[float, tuple[int, int, int, int, int]]:
         """``run``, and what a Work knows: its total and its account."""
@@ -154,10 +182,13 @@ class HostCommunicator:
         scale: float,
         weight: float,
         segment: int,
+        norms: int,
         notify: int,
         /,
     ) -> Work: ...
     def record(self, on: bool, /) -> None: ...
+    @property
+    def blocks(self) -> int: ...
     def next_completed(self) -> list[tuple[int, Work]]: ...
     def add_segment(self, fd: int, base: int, nbytes: int, /) -> int: ...
     def remove_segment(self, segment: int, /) -> None: ...

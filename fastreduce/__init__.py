@@ -25,6 +25,8 @@ from fastreduce.errors import (
     PeerLostError,
     UnsynchronizedError,
 )
+from fastreduce.grad_norm import GradientNorm
+from fastreduce.norms import Norm, Norms
 from fastreduce.wire import Wire
 
 __version__ = "0.1.0"
@@ -34,8 +36,11 @@ __all__ = [
     "Communicator",
     "CommunicatorError",
     "CommunicatorTimeoutError",
+    "GradientNorm",
     "HookState",
     "MismatchError",
+    "Norm",
+    "Norms",
     "PeerClosedError",
     "PeerLostError",
     "UnsynchronizedError",

@@ -22,6 +22,8 @@ from torch.futures import Future
 from fastreduce import _C, arrays, cuda, enums, policy, tuning, weights
 from fastreduce.exchange import CPU, Coding, CudaExchange, Exchange, Layout
 from fastreduce.memory import NOT_SHARED, SharedTensors
+from fastreduce.norms import Norms
+from fastreduce.norms import check as check_norms
 from fastreduce.process_group import Account, Done, ProcessGroupTransport, as_timedelta, fail
 from fastreduce.rendezvous import connect_gpus, share_memory
 
@@ -47,14 +49,17 @@ _BARRIER = (
     1.0,
     1.0,
     NOT_SHARED,
+    0,
 )
 
 _MAX_PLANS = 4096
 
 Number = TypeVar("Number", int, float)
 
-# A Future, its tensor, and who else wants to know of the call's end.
-_Promise = tuple["Future[Tensor]", Tensor, "Done | None"]
+# A call as the core takes it: plan, input, output, count, root, scale, weight, segment, norms.
+_Call = tuple[int, int, int, int, int, float, float, int, int]
+# A Future, its tensor, who else wants to know of the call's end, and what is counted in.
+_Promise = tuple["Future[Tensor]", Tensor, "Done | None", "Norms | None"]
 
 
 class Work(Protocol):
@@ -113,6 +118,7 @@ class Communicator:
     Attributes:
         rank, world_size: of the group.
         shared_memory: False if the calls go through the process group.
+        threads: that move large buffers.
 
     Raises:
         ValueError: this process is no member of ``group``, or an argument is out of range.
@@ -145,13 +151,14 @@ class Communicator:
             self._group, self.rank, self.world_size, self.timeout, threads, _first_epoch
         )
         self.shared_memory = self._core is not None
+        self.threads: int = 1 if self._core is None else self._core.blocks
         self._said: set[str] = set()
         self._gpus: dict[torch.device, cuda.CudaTransport | None] = {}
         self._first_epoch = _first_epoch
         # For all_reduce, by dtype, shape, op and algorithm.
         self._plans: dict[tuple[torch.dtype, torch.Size, str, str], tuple[int, int, bool]] = {}
         # Calls of the communication thread, in order, and the tensors they work on.
-        self._pending: deque[tuple[list[_C.Work], tuple[Tensor, ...]]] = deque()
+        self._pending: deque[tuple[list[_C.Work], tuple[Tensor, ...], Norms | None]] = deque()
         self._futures: dict[int, _Promise] = {}
         self._errors: list[Exception] = []
         self._notifier: list[threading.Thread] = []
@@ -183,6 +190,7 @@ class Communicator:
         weight: weights.Weight | None = None,
         move: bool = False,
         deterministic: bool = False,
+        norms: Norms | None = None,
         done: Done | None = None,
     ) -> Work | None:
         """Replaces ``tensor``, in place, by the reduction over all ranks.
@@ -208,6 +216,10 @@ class Communicator:
                 give weights is ``"absent"``: it counts as 0 if they do and as 1 if not;
                 ``"ordinary"`` is None where some rank may be absent.
             deterministic: as for the constructor, in this call.
+            norms: what this rank stores of the result is counted there, at no further pass over
+                memory (but for ``ring``, tensors that are staged, and the process group);
+                :meth:`sum_norms` then brings the ranks' counts together. A floating type, on the
+                CPU; not before an asynchronous call has ended.
             done: called once a call that is not asynchronous has succeeded, with the sum of the
                 ranks' weights and the call's times (see ``_C.Work.account``). Where tensors of the
                 CPU share memory only.
@@ -231,13 +243,20 @@ class Communicator:
                     scale=scale,
                     weight=weight,
                     deterministic=deterministic,
+                    norms=norms,
                 )
+        counts = 0
+        if norms is not None:
+            check_norms(tensor)
+            counts = norms.address
         if not tensor.is_contiguous() or tensor.is_neg():
-            self._all_reduce_strided(tensor, op, algorithm, async_op, scale, weight, deterministic)
+            self._all_reduce_strided(
+                tensor, op, algorithm, async_op, scale, weight, deterministic, norms
+            )
             return None
         if core is None or not tensor.is_cpu:
             return self._all_reduce_elsewhere(
-                tensor, op, algorithm, async_op, scale, weight, deterministic
+                tensor, op, algorithm, async_op, scale, weight, deterministic, norms
             )
         key = (tensor.dtype, tensor.shape, op, algorithm)
         plan, count, two_shot = self._plans.get(key) or self._plan(key)
@@ -249,11 +268,13 @@ class Communicator:
         segment = self._segment_of(tensor, move) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
         if async_op:
-            return self._submit((plan, at, at, count, 0, scale, part, segment), tensor)
+            return self._submit(
+                (plan, at, at, count, 0, scale, part, segment, counts), tensor, norms=norms
+            )
         if done is None:
-            core.run(plan, at, at, count, 0, scale, part, segment)
+            core.run(plan, at, at, count, 0, scale, part, segment, counts)
         else:
-            done(*core.run_told(plan, at, at, count, 0, scale, part, segment))
+            done(*core.run_told(plan, at, at, count, 0, scale, part, segment, counts))
         return None
 
     def all_reduce_future(
@@ -265,6 +286,7 @@ class Communicator:
         weight: weights.Weight | None = None,
         move: bool = False,
         deterministic: bool = False,
+        norms: Norms | None = None,
         done: Done | None = None,
     ) -> Future[Tensor]:
         """An all-reduce on the communication thread whose end is a torch Future of ``tensor``.
@@ -272,7 +294,8 @@ class Communicator:
         Never raises: errors, of the arguments too, travel through the Future.
 
         Args:
-            tensor, op, scale, weight, move, deterministic: as for :meth:`all_reduce`; contiguous.
+            tensor, op, scale, weight, move, deterministic, norms: as for :meth:`all_reduce`;
+                contiguous.
             done: as for :meth:`all_reduce`, before the Future is completed; times are known only
                 where they are recorded. On the CPU only.
         """
@@ -280,7 +303,7 @@ class Communicator:
         # A Future without devices would not make its reader's stream wait.
         future: Future[Tensor] = Future(devices=[tensor.device] if on_gpu else None)
         try:
-            self._submit_future(future, tensor, op, scale, weight, move, deterministic, done)
+            self._submit_future(future, tensor, op, scale, weight, move, deterministic, norms, done)
         except Exception as error:
             fail(future, error, self._errors)
         return future
@@ -294,6 +317,7 @@ class Communicator:
         weight: weights.Weight | None,
         move: bool,
         deterministic: bool,
+        norms: Norms | None,
         done: Done | None,
     ) -> None:
         if not isinstance(tensor, Tensor):
@@ -302,6 +326,8 @@ class Communicator:
         _number("dtype", enums.DTYPE, tensor.dtype)
         _number("op", enums.OP, op)
         part = _check_factors(scale, weight, op, tensor)
+        if norms is not None:
+            check_norms(tensor)
         core = self._core
         gpu = self._gpu(tensor)
         if gpu is not None:
@@ -315,6 +341,7 @@ class Communicator:
                 return
         if core is None or not tensor.is_cpu:
             self._refuse_if_deterministic("the process group", deterministic)
+            done = self._measuring(tensor, norms, done)
             self._group.all_reduce_future(future, tensor, op, scale, weight, self._errors, done)
             return
         core.refuse_child()
@@ -322,14 +349,29 @@ class Communicator:
         plan, count, two_shot = self._plans.get(key) or self._plan(key)
         segment = self._segment_of(tensor, move) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
-        self._promise(future, tensor, (plan, at, at, count, 0, scale, part, segment), done)
+        counts = 0 if norms is None else norms.address
+        call = (plan, at, at, count, 0, scale, part, segment, counts)
+        self._promise(future, tensor, call, done, norms)
+
+    def _measuring(self, tensor: Tensor, norms: Norms | None, done: Done | None) -> Done | None:
+        """``done``, and before it every rank counts all of what it has then."""
+        if norms is None:
+            return done
+
+        def measured(total: float, account: Account | None) -> None:
+            norms.measure(tensor, 0, 1)
+            if done is not None:
+                done(total, account)
+
+        return measured
 
     def _promise(
         self,
         future: Future[Tensor],
         tensor: Tensor,
-        call: tuple[int, int, int, int, int, float, float, int],
+        call: _Call,
         done: Done | None,
+        norms: Norms | None = None,
     ) -> None:
         """Queues a call that completes a Future. What it needs lives as long as ``done``."""
         core = self._core
@@ -346,7 +388,7 @@ class Communicator:
                 )
                 notifier.start()
                 self._notifier.append(notifier)
-        self._futures[number] = (future, tensor, done)
+        self._futures[number] = (future, tensor, done, norms)
         try:
             core.submit(*call, number)
         except BaseException:
@@ -389,7 +431,7 @@ class Communicator:
         used = coding(1.0)
         plan = enums.plan("all_reduce", tensor.dtype, "mean", "encoded", layout.checksum)
         at = tensor.data_ptr()
-        call = (plan, used.address, at, tensor.numel(), 0, scale, part, NOT_SHARED)
+        call = (plan, used.address, at, tensor.numel(), 0, scale, part, NOT_SHARED, 0)
 
         def told(total: float, account: Account | None) -> None:
             settle(used)
@@ -436,7 +478,7 @@ class Communicator:
             algorithm = "two_shot"
         plan = enums.plan("all_gather", torch.uint8, "sum", algorithm, layout.checksum)
         at = messages[0].data_ptr()
-        call = (plan, message.data_ptr(), at, nbytes, 0, 1.0, weights.ORDINARY, NOT_SHARED)
+        call = (plan, message.data_ptr(), at, nbytes, 0, 1.0, weights.ORDINARY, NOT_SHARED, 0)
         if here:
             self._core.run(*call)
             finish(messages)
@@ -444,6 +486,16 @@ class Communicator:
         else:
             self._promise(future, tensor, call, lambda _, __: finish(messages))
         return future
+
+    def sum_norms(self, norms: Norms) -> None:
+        """Brings together what the ranks have counted; collective. The same on all of them."""
+        own = norms.saved()
+        if self._core is None:  # all have counted all
+            norms.settle([own])
+            return
+        tables = torch.empty(self.world_size, *own.shape, dtype=own.dtype)
+        self.all_gather(tables.view(-1), own.view(-1))
+        norms.settle(tables)
 
     def total(self, weight: weights.Weight) -> float:
         """The sum of the ranks' weights."""
@@ -729,22 +781,21 @@ class Communicator:
             scale,
             weights.ORDINARY,
             segment,
+            0,
         )
         if async_op:
             return self._submit(call, input, output)
         core.run(*call)
         return None
 
-    def _submit(
-        self, call: tuple[int, int, int, int, int, float, float, int], *tensors: Tensor
-    ) -> _HostWork:
+    def _submit(self, call: _Call, *tensors: Tensor, norms: Norms | None = None) -> _HostWork:
         """Queues a call. Its tensors live until it has ended, whatever its caller drops."""
         assert self._core is not None
         self._core.refuse_child()
         self._release()
         entry: list[_C.Work] = []
         with self._lock:
-            self._pending.append((entry, tensors))  # before the thread can touch them
+            self._pending.append((entry, tensors, norms))  # before the thread can touch them
             try:
                 entry.append(self._core.submit(*call, -1))
             except BaseException:
@@ -760,8 +811,8 @@ class Communicator:
         """Whether a call that has not ended holds a pointer into the tensor's storage."""
         self._release()
         storage = tensor.untyped_storage()._cdata
-        held = [each for _, tensors in list(self._pending) for each in tensors]
-        held += [each for _, each, _ in list(self._futures.values())]
+        held = [each for _, tensors, _ in list(self._pending) for each in tensors]
+        held += [promise[1] for promise in list(self._futures.values())]
         return any(each.untyped_storage()._cdata == storage for each in held)
 
     def _release(self) -> None:
@@ -814,6 +865,7 @@ class Communicator:
         scale: float,
         weight: weights.Weight | None,
         deterministic: bool,
+        norms: Norms | None,
     ) -> Work | None:
         """Errors of the arguments, and tensors or groups that do not share memory."""
         _number("dtype", enums.DTYPE, tensor.dtype)
@@ -842,7 +894,12 @@ class Communicator:
         if self._core is not None and not tensor.is_cpu and not tensor.is_cuda:
             self._say(f"tensors on {tensor.device.type} go through the process group")
         self._refuse_if_deterministic("the process group", deterministic)
-        return self._group.all_reduce(tensor, op, async_op, scale, weight)
+        if norms is not None and async_op:
+            raise ValueError("norms: expected None for async_op=True through the process group")
+        work = self._group.all_reduce(tensor, op, async_op, scale, weight)
+        if norms is not None:
+            norms.measure(tensor, 0, 1)
+        return work
 
     def _gpu(self, tensor: Tensor) -> cuda.CudaTransport | None:
         """What runs calls on the tensor's GPU; None where the process group does."""
@@ -920,6 +977,7 @@ class Communicator:
         scale: float,
         weight: weights.Weight | None,
         deterministic: bool,
+        norms: Norms | None,
     ) -> None:
         """Through a contiguous copy: the ranks' strides need not be alike."""
         if tensor.layout is not torch.strided:
@@ -930,7 +988,13 @@ class Communicator:
             raise ValueError("tensor: expected one without overlapping elements (an expanded one?)")
         copy = tensor.detach().contiguous().resolve_neg()
         self.all_reduce(
-            copy, op, algorithm, scale=scale, weight=weight, deterministic=deterministic
+            copy,
+            op,
+            algorithm,
+            scale=scale,
+            weight=weight,
+            deterministic=deterministic,
+            norms=norms,
         )
         tensor.detach().copy_(copy)
 
@@ -956,7 +1020,7 @@ def _notify(
     never waits for the interpreter. Ends when the communicator has been closed."""
     while completed := core.next_completed():
         for number, work in completed:
-            future, tensor, done = futures.pop(number)
+            future, tensor, done, _ = futures.pop(number)
             try:
                 work.wait(timedelta(0))
                 if done is not None:

@@ -27,6 +27,7 @@ from fastreduce.accumulation import NO_WEIGHT, Shards, TreeAccumulator, elements
 from fastreduce.communicator import Communicator
 from fastreduce.compression import Compression, Step
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
+from fastreduce.grad_norm import Counting, GradientNorm, GradientNorms, PassNorms
 from fastreduce.measure import Measurement
 from fastreduce.process_group import Account, Done, fail
 from fastreduce.stats import BucketStats, StepStats, summary
@@ -57,6 +58,8 @@ class HookState:
         none_if_empty: gradients become None after a pass whose weights' sum is 0, instead of 0 (on
             the CPU).
         record: keep :meth:`stats`.
+        norms: count :attr:`grad_norm` while gradients are averaged: True, or "parameters" for each
+            one apart, too.
         wire: in which format gradients of float32, float16 and bfloat16 travel between the ranks:
             the name of one, a :class:`Wire`, a function of a parameter's name and shape that gives
             one of these, or a mapping from the step from which on one of all these holds.
@@ -78,6 +81,7 @@ class HookState:
         count_unused: bool = True,
         none_if_empty: bool = False,
         record: bool = False,
+        norms: Counting = False,
         wire: Schedule = "fp32",
         warmup_steps: int = 0,
         wire_min_bytes: int = SMALL_BYTES,
@@ -101,6 +105,9 @@ class HookState:
         self._notes_use = not count_unused  # which parameters this rank has used matters
         self._none_if_empty = none_if_empty
         self._record = record
+        self._norms = GradientNorms(norms) if norms else None
+        if self._norms is not None and not count_unused:
+            raise ValueError("norms: expected count_unused=True")
         self._closed = False
         self._begun = 0  # synchronised passes
         self._names: dict[nn.Parameter, str] = {}
@@ -164,6 +171,8 @@ class HookState:
             if parameter.requires_grad and name not in ignored
         }
         self._elements = sum(map(elements_of, self._names))
+        if self._norms is not None and any(not each.is_cpu for each in self._names):
+            raise RuntimeError("norms: expected parameters on the CPU")
         if self._compression is not None:
             # Frozen ones, too: DDP's buckets are as they were when it was made.
             self._bucket_names = {each: name for name, each in model.module.named_parameters()}
@@ -323,6 +332,9 @@ class HookState:
         if self._none_if_empty and not buffer.is_cpu:
             raise RuntimeError(f"none_if_empty: expected gradients on the CPU, got {buffer.device}")
         note = self._note(current, buffer)
+        if current.norms is not None:
+            sections = [(self._names[each], elements_of(each)) for each in bucket.parameters()]
+            current.norms.enter(buffer, sections)
         if note is not None and current.whole and not current.joined:
             current.stats.end_backward()  # but for what reduces: every gradient is there
             reducer.after_backward(lambda: self._end_pass(current))
@@ -341,6 +353,10 @@ class HookState:
         if not self._count_unused:
             averaged = self._recount(bucket, current, averaged)
         elif here:
+            if current.norms is not None:
+                current.norms.count(averaged.value())
+                if current.whole:
+                    self._sum_norms(current, current.norms)
             self._count(current, buffer)
             return averaged
         number = len(current.futures)
@@ -348,6 +364,8 @@ class HookState:
             lambda future: self._settle(current, future, number)
         )
         current.futures.append(settled)
+        if current.norms is not None and current.whole and self.communicator.shared_memory:
+            self._sum_norms(current, current.norms)
         return settled
 
     def _reduce(
@@ -387,14 +405,18 @@ class HookState:
                     tensor, weighted=weight is not None, deterministic=ordered
                 )
             current.stats.buckets[-1].algorithm = self._algorithms[key]
+        norms = None if current.norms is None else current.norms.take(tensor)
+        how: dict[str, Any] = {"move": True, "deterministic": ordered, "norms": norms, "done": note}
         if here:
-            self.communicator.all_reduce(
-                tensor, scale=scale, weight=weight, move=True, deterministic=ordered, done=note
-            )
+            self.communicator.all_reduce(tensor, scale=scale, weight=weight, **how)
             return _completed(tensor)
-        return self.communicator.all_reduce_future(
-            tensor, scale=scale, weight=weight, move=True, deterministic=ordered, done=note
-        )
+        return self.communicator.all_reduce_future(tensor, scale=scale, weight=weight, **how)
+
+    def _sum_norms(self, current: "_Pass", norms: PassNorms) -> None:
+        """Of a pass whose last bucket has been averaged, or fails, as those before may."""
+        for earlier in current.futures:
+            earlier.wait()
+        norms.sum()
 
     def _unused(self, parameters: list[tuple[str, nn.Parameter]], buffer: Tensor) -> set[str]:
         """Of a bucket's parameters those to whose gradient this rank adds nothing."""
@@ -423,6 +445,8 @@ class HookState:
             raise copy.copy(known) from None
         finally:
             del future  # which holds the exception that would hold this frame
+        if current.norms is not None:
+            current.norms.count(gradient)
         self._count(current, gradient)
         return gradient
 
@@ -452,6 +476,10 @@ class HookState:
             current.averaged += gradient.numel()
             if current.whole and current.averaged == current.elements:
                 self._passes += 1
+                if self._norms is not None and current.norms is not None:
+                    if not self.communicator.shared_memory:
+                        current.norms.sum()
+                    self._norms.end(current.norms)
                 if compression is not None:
                     assert current.step is not None
                     discard = self._none_if_empty and current.empty
@@ -464,10 +492,11 @@ class HookState:
             or self._none_if_empty
             or not self._count_unused
             or self._compression is not None
+            or self._norms is not None
         ):
             raise RuntimeError(
-                "shards(), none_if_empty, count_unused and wire need DDP's own reducer, not the "
-                "compiled python_reducer"
+                "shards(), none_if_empty, count_unused, wire and norms need DDP's own reducer, not "
+                "the compiled python_reducer"
             )
         # Not every parameter need be in the graph: each one's backward pass is told by its number.
         task = reducer.backward_pass()
@@ -497,6 +526,8 @@ class HookState:
             self._begun += 1
             if self._compression is not None:
                 current.step = self._compression.begin(weighted=current.weight is not None)
+            if self._norms is not None:
+                current.norms = self._norms.begin(self.communicator)
         current.elements += elements
         if last or current.elements >= self._elements:
             self._pass = _Pass()
@@ -612,6 +643,39 @@ class HookState:
         if not self._record:
             raise RuntimeError("nothing is recorded: create the state with record=True")
         return list(self._steps)
+
+    @property
+    def grad_norm(self) -> GradientNorm:
+        """The norm of the averaged gradients of the last synchronised pass, as they were before
+        :meth:`clip_grad_norm`; the same on all ranks. Of a state made with ``norms``."""
+        return self._counting().value()
+
+    def _counting(self) -> GradientNorms:
+        if self._norms is None:
+            raise RuntimeError("nothing is counted: create the state with norms=True")
+        return self._norms
+
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """What ``torch.nn.utils.clip_grad_norm_`` does to the gradients of all parameters of the
+        model, with the norm that has been counted while they were averaged. Where it is not above
+        ``max_norm``, nothing is touched.
+
+        Args:
+            max_norm: a norm.
+            norm_type: 2, or ``math.inf`` for the largest magnitude.
+            error_if_nonfinite: raise where the norm is inf or NaN.
+
+        Returns:
+            The norm before: float32, no dimension.
+
+        Raises:
+            RuntimeError: the pass's gradients have been clipped already; or see
+                ``error_if_nonfinite``.
+        """
+        gradients = [each.grad for each in self._names if each.grad is not None]
+        return self._counting().clip(gradients, max_norm, norm_type, error_if_nonfinite)
 
     def check_synchronized(self) -> None:
         """To be called before the optimizer's step.
@@ -930,6 +994,7 @@ class _Pass:
         self.weight: weights.Weight | None = None
         self.empty = False
         self.encoded: set[int] = set()  # addresses of buckets
+        self.norms: PassNorms | None = None
         self.step: Step | None = None  # of what is compressed
         self.stats = StepStats()
 

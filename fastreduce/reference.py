@@ -459,3 +459,51 @@ def all_reduce_selected(
     if not all(own.isfinite().all() for own in values):
         total = torch.full_like(total, math.nan)
     return total.to(gradients[0].dtype), kept
+
+
+UNIT, LANES, NORM_BITS = 1024, 32, 30
+
+
+def norm(values: Tensor, sections: Sequence[int] | None = None) -> list[tuple[float, float, int]]:
+    """What :class:`fastreduce.Norms` counts of a reduced tensor: the L2 norm, the largest
+    magnitude, and how many elements are not finite, of each section.
+
+    Squares are added in float64 by lane within units, and units as multiples of one power of two,
+    which depends on the largest of them: integers, whose sum knows no order.
+
+    Args:
+        values: of a floating dtype, finite or not.
+        sections: numbers of elements; None for one of all.
+    """
+    wide = values.flatten().to(torch.float64)
+    found, begin = [], 0
+    for count in sections or [len(wide)]:
+        part, lead = wide[begin : begin + count], begin % UNIT
+        finite = torch.where(torch.isfinite(part), part, 0.0)
+        padded = torch.zeros(-(-(lead + count) // UNIT) * UNIT, dtype=torch.float64)
+        padded[lead : lead + count] = finite
+        rows = padded.square().view(-1, UNIT // LANES, LANES)
+        lanes = torch.zeros_like(rows[:, 0])
+        for row in rows.unbind(1):
+            lanes += row
+        while lanes.shape[1] > 1:
+            half = lanes.shape[1] // 2
+            lanes = lanes[:, :half] + lanes[:, half:]
+        largest = part.abs().max().item() if count else 0.0
+        nonfinite = int((~torch.isfinite(part)).sum())
+        total = largest if nonfinite else _root_of_sum(lanes.flatten().tolist())
+        found.append((total, math.nan if part.isnan().any() else largest, nonfinite))
+        begin += count
+    return found
+
+
+def _root_of_sum(sums: list[float]) -> float:
+    largest = max(sums, default=0.0)
+    if largest >= 2.0 ** (NORM_BITS * 30):
+        return math.inf
+    # The lowest of three neighbouring multiples' units; sums are below half of the highest's range.
+    top = max(-28, math.ceil((math.frexp(largest)[1] - NORM_BITS + 1) / NORM_BITS))
+    unit = NORM_BITS * (top - 2)
+    # Rounds to even. A float times a power of two is exact here.
+    parts = sum(round(math.ldexp(each, -unit)) for each in sums)
+    return math.sqrt(math.ldexp(float(parts), unit))

@@ -24,7 +24,7 @@ namespace fastreduce {
 inline namespace baseline {
 extern const Kernels instance;
 const Kernels instance{"baseline",      nullptr,        nullptr, nullptr, encode_message,
-                       reduce_messages, decode_message, select,  combine};
+                       reduce_messages, decode_message, select,  combine, nullptr};
 }  // namespace baseline
 #endif
 

@@ -1,0 +1,333 @@
+// How one host thread measures what it stores; see norm.h.
+#pragma once
+
+#include "host_loops.h"
+#include "norm.h"
+
+namespace fastreduce {
+inline namespace FR_ISA {
+
+// Vectors of doubles, and of floats that become such.
+#if defined(__AVX512F__)
+constexpr std::size_t kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr std::size_t kVectorBytes = 32;
+#else
+constexpr std::size_t kVectorBytes = 16;
+#endif
+constexpr std::size_t kDoubles = kVectorBytes / sizeof(double);
+constexpr std::size_t kVectors = kLanes / kDoubles;
+using Doubles = double __attribute__((vector_size(kVectorBytes)));
+using Floats = float __attribute__((vector_size(kVectorBytes / 2)));
+using FloatBits = std::uint32_t __attribute__((vector_size(kVectorBytes / 2)));
+using Shorts = std::uint16_t __attribute__((vector_size(kVectorBytes / 4)));
+
+inline std::uint64_t magnitude_of_double(double value) {
+  return double_bits(value) & ~(std::uint64_t{1} << 63);
+}
+
+// The three conversions, which gcc 12 takes apart where it is asked for __builtin_convertvector().
+inline Doubles to_doubles(const Floats& values) {
+#if defined(__AVX512F__)
+  return (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)values);
+#elif defined(__AVX2__)
+  return (Doubles)_mm256_cvtps_pd((__m128)values);
+#else
+  return __builtin_convertvector(values, Doubles);
+#endif
+}
+
+inline FloatBits to_words(const Shorts& values) {
+#if defined(__AVX512F__)
+  return (FloatBits)_mm256_cvtepu16_epi32((__m128i)values);
+#elif defined(__AVX2__)
+  return (FloatBits)_mm_cvtepu16_epi32(_mm_cvtsi64_si128((long long)values));
+#else
+  return __builtin_convertvector(values, FloatBits);
+#endif
+}
+
+inline Shorts to_shorts(const FloatBits& values) {
+#if defined(__AVX512F__)
+  return (Shorts)_mm256_maskz_cvtepi32_epi16(0xff, (__m256i)values);
+#elif defined(__AVX2__)
+  const __m128i packed = _mm_packus_epi32((__m128i)values, (__m128i)values);
+  return (Shorts)_mm_cvtsi128_si64(packed);
+#else
+  return __builtin_convertvector(values, Shorts);
+#endif
+}
+
+// Of a part of a unit: the sum of its squares, the bits of the largest magnitude.
+struct Counted {
+  double sum;
+  std::uint64_t most;
+};
+
+// The squares of a unit, by lane, and the largest magnitude.
+class Squares {
+ public:
+  // Elements of the lanes from kDoubles * v on.
+  void add(std::size_t v, const Floats& values) {
+    const Doubles wide = to_doubles(values);
+    sums_[v] += wide * wide;
+    FloatBits bits;
+    std::memcpy(&bits, &values, sizeof bits);
+    bits &= 0x7fffffffu;
+    most_ = most_ > bits ? most_ : bits;
+  }
+  // An element of any lane.
+  void add(std::size_t lane, double value) {
+    sums_[lane / kDoubles][lane % kDoubles] += value * value;
+    const std::uint64_t bits = magnitude_of_double(value);
+    most_alone_ = most_alone_ < bits ? bits : most_alone_;
+  }
+
+  std::uint64_t most() const {
+    std::uint32_t most = 0;
+    for (std::size_t j = 0; j < kDoubles; ++j) most = most < most_[j] ? most_[j] : most;
+    const std::uint64_t bits = double_bits(bits_float(most));
+    return bits < most_alone_ ? most_alone_ : bits;
+  }
+  double total() const {
+    double lane[kLanes];
+    std::memcpy(lane, sums_, sizeof lane);
+    for (std::size_t width = kLanes / 2; width != 0; width /= 2)
+      for (std::size_t j = 0; j < width; ++j) lane[j] += lane[j + width];
+    return lane[0];
+  }
+  Counted counted() const { return {total(), most()}; }
+
+ private:
+  Doubles sums_[kVectors] = {};
+  FloatBits most_ = {};
+  std::uint64_t most_alone_ = 0;
+};
+
+constexpr std::uint64_t kInfiniteDouble = std::uint64_t{0x7ff} << 52;
+
+// One block's part of a Measure.
+class Gauge {
+ public:
+  Gauge(const Measure& measure, int block)
+      : ends_(measure.ends),
+        sections_(measure.sections),
+        norms_(measure.norms + static_cast<std::size_t>(block) * measure.sections),
+        first_(measure.first) {}
+
+  // Elements `index` to `index + n` of the call's tensor, all in one unit. `counted`, if they have
+  // been.
+  template <class T>
+  void unit(const T* values, std::size_t index, std::size_t n, const Counted* counted = nullptr) {
+    const std::uint64_t begin = first_ + index;
+    if (section_ >= sections_ || begin < start()) section_ = 0;
+    while (section_ < sections_ && ends_[section_] <= begin) ++section_;
+    for (std::size_t done = 0; done < n && section_ < sections_;) {
+      const std::uint64_t left = ends_[section_] - (begin + done);
+      const std::size_t m = n - done < left ? n - done : static_cast<std::size_t>(left);
+      if (m == n && counted != nullptr && counted->most < kInfiniteDouble)
+        count(*counted, 0);
+      else
+        alone(values + done, (index + done) % kUnit, m);
+      done += m;
+      if (m == left) ++section_;
+    }
+  }
+
+  // The same of any range.
+  template <class T>
+  void range(const T* values, std::size_t index, std::size_t n) {
+    for (std::size_t done = 0; done < n;) {
+      const std::size_t left = kUnit - (index + done) % kUnit;
+      const std::size_t m = n - done < left ? n - done : left;
+      unit(values + done, index + done, m);
+      done += m;
+    }
+  }
+
+ private:
+  std::uint64_t start() const { return section_ == 0 ? 0 : ends_[section_ - 1]; }
+
+  void count(const Counted& counted, std::uint64_t nonfinite) {
+    Norm& norm = norms_[section_];
+    add_sum(norm, counted.sum);
+    norm.most = norm.most < counted.most ? counted.most : norm.most;
+    norm.nonfinite += nonfinite;
+  }
+
+  // From `lane` on, which counts from the unit's beginning.
+  template <class T>
+  void alone(const T* values, std::size_t lane, std::size_t n) {
+    Squares squares;
+    if constexpr (!std::is_same<T, double>::value) {
+      alignas(64) float wide[kUnit];
+      const float* from = wide;
+      if constexpr (std::is_same<T, float>::value)
+        from = values;
+      else
+        widen(wide, values, n);
+      std::size_t i = 0;
+      for (; i < n && (lane + i) % kLanes != 0; ++i) squares.add((lane + i) % kLanes, from[i]);
+      for (; i + kLanes <= n; i += kLanes)
+        for (std::size_t v = 0; v < kVectors; ++v) {
+          Floats some;
+          std::memcpy(&some, from + i + v * kDoubles, sizeof some);
+          squares.add(v, some);
+        }
+      for (; i < n; ++i) squares.add((lane + i) % kLanes, from[i]);
+      const Counted counted = squares.counted();
+      if (counted.most < kInfiniteDouble) return count(counted, 0);
+    }
+    odd(values, lane, n);
+  }
+
+  // Some are not finite, or all are double.
+  template <class T>
+  void odd(const T* values, std::size_t lane, std::size_t n) {
+    Squares squares;
+    std::uint64_t nonfinite = 0;
+    std::uint64_t most = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+      const double value = Element<T>::load(values[i]);
+      const std::uint64_t bits = magnitude_of_double(value);
+      most = most < bits ? bits : most;
+      if (bits < kInfiniteDouble)
+        squares.add((lane + i) % kLanes, value);
+      else
+        ++nonfinite;
+    }
+    count({squares.total(), most}, nonfinite);
+  }
+
+  const std::uint64_t* ends_;
+  std::size_t sections_;
+  Norm* norms_;
+  std::uint64_t first_;
+  std::size_t section_ = 0;  // of the last unit
+};
+
+inline Floats times(const NoFactor&, const Floats& values) { return values; }
+inline Floats times(const Factor<float>& factor, const Floats& values) {
+  return factor.by == 0 ? Floats{} : values * factor.by;
+}
+
+inline Floats load_floats(const float* from) {
+  Floats values;
+  std::memcpy(&values, from, sizeof values);
+  return values;
+}
+
+inline Floats load_floats(const BFloat16* from) {
+  Shorts narrow;
+  std::memcpy(&narrow, from, sizeof narrow);
+  const FloatBits bits = to_words(narrow) << 16;
+  Floats values;
+  std::memcpy(&values, &bits, sizeof values);
+  return values;
+}
+
+// What is stored of a reduced value, see store_reduced().
+inline Floats rounded(const float*, const Floats& values) { return values; }
+inline Floats rounded(const BFloat16*, const Floats& values) {
+  FloatBits bits;
+  std::memcpy(&bits, &values, sizeof bits);
+  bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+  Floats result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline void store_floats(float* to, const Floats& values) {
+  std::memcpy(to, &values, sizeof values);
+}
+
+inline void store_floats(BFloat16* to, const Floats& values) {
+  FloatBits bits;
+  std::memcpy(&bits, &values, sizeof bits);
+  const Shorts narrow = to_shorts(bits >> 16);
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+
+// reduce_unrolled() of sums, and what is stored measured on the way: it is in registers, and the
+// loop waits for memory. `index`: of the first element, which begins a unit.
+template <int Count, int Stores, class T, class S>
+void reduce_measured_unrolled(T* const* to, const T* const* from, std::size_t n, const S& scale_of,
+                              std::size_t index, int own, Gauge& gauge) {
+  const S scale = scale_of;
+  const T* in[Count];
+  T* out[Stores];
+  for (int k = 0; k < Count; ++k) in[k] = from[k];
+  for (int k = 0; k < Stores; ++k) out[k] = to[k];
+  decltype(scale.of(0)) factor[Count];
+  for (int k = 0; k < Count; ++k) factor[k] = scale.of(k);
+  for (std::size_t base = 0; base < n; base += kUnit) {
+    const std::size_t m = n - base < kUnit ? n - base : kUnit;
+    Squares squares;
+    std::size_t i = base;
+    for (; i + kLanes <= base + m; i += kLanes) {
+      FR_UNROLL
+      for (std::size_t v = 0; v < kVectors; ++v) {
+        const std::size_t at = i + v * kDoubles;
+        const auto leaf = [&](int k) { return times(factor[k], load_floats(in[k] + at)); };
+        const Floats value = rounded(in[0], tree<Sum, 0, Count>(leaf) * scale.after);
+        for (int k = 0; k < Stores; ++k) store_floats(out[k] + at, value);
+        squares.add(v, value);
+      }
+    }
+    for (; i < base + m; ++i) {
+      const auto leaf = [&](int k) { return factor[k](Element<T>::load(in[k][i])); };
+      const T value = store_reduced<T>(scale.result(tree<Sum, 0, Count>(leaf)));
+      for (int k = 0; k < Stores; ++k) out[k][i] = value;
+      squares.add(i % kLanes, static_cast<double>(Element<T>::load(value)));
+    }
+    const Counted counted = squares.counted();
+    gauge.unit(out[own] + base, index + base, m, &counted);
+  }
+}
+
+template <class T, class S>
+bool reduce_measured_at_once(T* const* to, int stores, const T* const* from, int count,
+                             std::size_t n, const S& scale, std::size_t index, int own,
+                             Gauge& gauge) {
+  if (count == 2 && stores == 1)
+    reduce_measured_unrolled<2, 1>(to, from, n, scale, index, own, gauge);
+  else if (count == 2 && stores == 2)
+    reduce_measured_unrolled<2, 2>(to, from, n, scale, index, own, gauge);
+  else if (count == 4 && stores == 1)
+    reduce_measured_unrolled<4, 1>(to, from, n, scale, index, own, gauge);
+  else if (count == 4 && stores == 4)
+    reduce_measured_unrolled<4, 4>(to, from, n, scale, index, own, gauge);
+  else
+    return false;
+  return true;
+}
+
+// reduce_serial(), and what is stored in to[own], elements of the tensor from `index` on, measured.
+template <class T, class Op>
+void reduce_measured(T* const* to, int stores, const T* const* from, int count, std::size_t n,
+                     const ScaleOf<T>& scale, std::size_t index, int own, Gauge& gauge) {
+  constexpr bool kVectorised = std::is_same<T, float>::value || std::is_same<T, BFloat16>::value;
+  if constexpr (kVectorised && std::is_same<Op, Sum>::value) {
+    if (index % kUnit == 0) {
+      const Average<float> average{scale.after};
+      if (scale.before == nullptr
+              ? reduce_measured_at_once(to, stores, from, count, n, average, index, own, gauge)
+              : reduce_measured_at_once(to, stores, from, count, n, scale, index, own, gauge))
+        return;
+    }
+  }
+  T* out[kMaxRanks];
+  const T* in[kMaxRanks];
+  for (std::size_t done = 0; done < n;) {
+    const std::size_t left = kUnit - (index + done) % kUnit;
+    const std::size_t m = n - done < left ? n - done : left;
+    for (int k = 0; k < stores; ++k) out[k] = to[k] + done;
+    for (int k = 0; k < count; ++k) in[k] = from[k] + done;
+    reduce_serial<T, Op>(out, stores, in, count, m, scale);
+    gauge.unit(out[own], index + done, m);
+    done += m;
+  }
+}
+
+}  // namespace FR_ISA
+}  // namespace fastreduce

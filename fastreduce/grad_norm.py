@@ -1,0 +1,145 @@
+"""The norm of a model's averaged gradients, pass by pass, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastreduce.communicator import Communicator
+from fastreduce.norms import Norm, Norms, total_of
+
+Counting = bool | Literal["parameters"]
+
+
+@dataclass(frozen=True)
+class GradientNorm(Norm):
+    """Of the averaged gradients of one pass.
+
+    Attributes:
+        parameters: of each, by name, if that was asked for.
+    """
+
+    parameters: dict[str, Norm] = field(default_factory=dict)
+
+
+class PassNorms:
+    """The norms of one pass, bucket by bucket.
+
+    Args:
+        communicator: over which the pass is averaged.
+        by_parameter: count each parameter apart.
+    """
+
+    def __init__(self, communicator: Communicator, by_parameter: bool) -> None:
+        self._communicator = communicator
+        self._by_parameter = by_parameter
+        self._all = self._make(None)
+        self._buckets: list[tuple[list[str], Norms]] = []
+        self._uncounted: dict[int, Norms] = {}  # by a bucket's address
+
+    def _make(self, sections: Sequence[int] | None) -> Norms:
+        return Norms(sections, _threads=self._communicator.threads)
+
+    def enter(self, bucket: Tensor, parameters: Sequence[tuple[str, int]]) -> None:
+        """A bucket is going to be averaged: its parameters' names and elements, in order."""
+        norms = self._all
+        if self._by_parameter:
+            norms = self._make([count for _, count in parameters])
+            self._buckets.append(([name for name, _ in parameters], norms))
+        self._uncounted[_address(bucket)] = norms
+
+    def take(self, bucket: Tensor) -> Norms | None:
+        """In which its reduction counts a bucket."""
+        return self._uncounted.pop(_address(bucket), None)
+
+    def count(self, bucket: Tensor) -> None:
+        """Counts a bucket that has been averaged, if its reduction has not."""
+        norms = self.take(bucket)
+        if norms is None:
+            return
+        communicator = self._communicator
+        part = communicator.rank, communicator.world_size
+        values = bucket._values() if bucket.is_sparse else bucket
+        norms.measure(values, *(part if communicator.shared_memory else (0, 1)))
+
+    def sum(self) -> None:
+        """Brings the ranks' counts together; collective where they share memory."""
+        for norms in self._counted():
+            self._communicator.sum_norms(norms)
+
+    def result(self) -> GradientNorm:
+        """After :meth:`sum`."""
+        parameters: dict[str, Norm] = {}
+        for names, norms in self._buckets:
+            parameters |= dict(zip(names, norms.sections(), strict=True))
+        total = total_of(self._counted())
+        return GradientNorm(total.norm, total.largest, total.nonfinite, parameters)
+
+    def _counted(self) -> list[Norms]:
+        return [norms for _, norms in self._buckets] if self._by_parameter else [self._all]
+
+
+class GradientNorms:
+    """Of a model's passes, of which the last one can be asked for.
+
+    Args:
+        counting: True, or "parameters" for each one apart.
+    """
+
+    def __init__(self, counting: Counting) -> None:
+        if counting not in (True, "parameters"):
+            raise ValueError(f'norms: expected a bool or "parameters", got {counting!r}')
+        self._by_parameter = counting == "parameters"
+        self._last: PassNorms | None = None
+        self._known: GradientNorm | None = None
+        self._clipped = False
+
+    def begin(self, communicator: Communicator) -> PassNorms:
+        """A pass begins."""
+        return PassNorms(communicator, self._by_parameter)
+
+    def end(self, counted: PassNorms) -> None:
+        """A pass has been averaged."""
+        self._last, self._known, self._clipped = counted, None, False
+
+    def value(self) -> GradientNorm:
+        """Of the last pass."""
+        if self._last is None:
+            raise RuntimeError("no synchronised pass has been counted yet")
+        if self._known is None:
+            self._known = self._last.result()
+        return self._known
+
+    def clip(
+        self,
+        gradients: Iterable[Tensor],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+    ) -> Tensor:
+        """See :meth:`HookState.clip_grad_norm`."""
+        if norm_type not in (2.0, math.inf):
+            raise ValueError(f"norm_type: expected 2 or inf, got {norm_type}")
+        found = self.value()
+        if self._clipped:
+            raise RuntimeError("the gradients of the last synchronised pass are clipped already")
+        total = found.norm if norm_type == 2.0 else found.largest
+        if error_if_nonfinite and not math.isfinite(total):
+            raise RuntimeError(f"the norm of the gradients is {total}")
+        self._clipped = True
+        factor = max_norm / (total + 1e-6)
+        if not factor >= 1.0:  # a NaN, too
+            torch._foreach_mul_(
+                [each._values() if each.is_sparse else each for each in gradients], factor
+            )
+        return torch.tensor(total)
+
+
+def _address(bucket: Tensor) -> int:
+    """A number for a bucket; sparse ones come one at a time."""
+    return 0 if bucket.is_sparse else bucket.data_ptr()

@@ -1,0 +1,123 @@
+"""How large what has been reduced is: its norms, and what of it is not finite, counted as it is
+stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastreduce import _C, enums
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_COLUMNS = _C.NORM_BYTES // 8
+_EVERYTHING = 2**63 - 1  # elements
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Of some elements.
+
+    Attributes:
+        norm: the square root of the sum of the squares; inf or NaN where an element is, and inf
+            from 2**450 on.
+        largest: the largest magnitude (the infinity norm); NaN where an element is.
+        nonfinite: how many elements are inf or NaN.
+    """
+
+    norm: float
+    largest: float
+    nonfinite: int
+
+
+class Norms:
+    """Counts what all-reduces store, in the same pass over memory; see ``norms`` of
+    :meth:`Communicator.all_reduce`.
+
+    Squares are added in float64, and the order does not depend on the number of ranks (csrc/norm.h
+    tells how): the same bits on 1, 2, 4 ... ranks, for whatever algorithm.
+
+    Args:
+        sections: numbers of elements of the parts of a tensor that are to be counted apart; None
+            for one count of all.
+    """
+
+    def __init__(self, sections: Sequence[int] | None = None, *, _threads: int = _C.MAX_BLOCKS):
+        ends, end = [], 0
+        for count in sections or ():
+            if count < 0:
+                raise ValueError(f"sections: expected numbers of elements, got {count}")
+            end += count
+            ends.append(end)
+        self._counts = _C.Norms(ends or [_EVERYTHING], _threads)
+        self._sections = len(ends) or 1
+        self._known: list[Norm] | None = None
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._counts.clear()
+        self._known = None
+
+    def sections(self) -> list[Norm]:
+        """Of each section. Once :meth:`Communicator.sum_norms` has brought the ranks' counts
+        together."""
+        if self._known is None:
+            raise RuntimeError("norms: each rank has counted a part: call sum_norms() first")
+        return self._known
+
+    @property
+    def address(self) -> int:
+        """For the kernels; what they count from now on is not yet known."""
+        self._known = None
+        return self._counts.address
+
+    def measure(self, tensor: Tensor, rank: int, ranks: int) -> None:
+        """Counts a rank's part of what has been reduced already."""
+        check(tensor)
+        self._known = None
+        kind, at = enums.DTYPE[tensor.dtype], tensor.data_ptr()
+        self._counts.measure(rank, ranks, kind, at, tensor.numel())
+
+    def saved(self) -> Tensor:
+        """This rank's counts: int64, (sections, columns)."""
+        table = torch.empty(self._sections, _COLUMNS, dtype=torch.int64)
+        self._counts.save(table.data_ptr())
+        return table
+
+    def settle(self, tables: Iterable[Tensor]) -> None:
+        """The counts are those of all ranks, together."""
+        self._counts.clear()
+        for table in tables:
+            self._counts.add(table.data_ptr())
+        self._known = [_norm_of(*values) for values in self._counts.values()]
+
+
+def total_of(norms: Iterable[Norms]) -> Norm:
+    """Of all sections of all of them."""
+    counts = _C.Norms([_EVERYTHING])
+    for each in norms:
+        for row in each.saved():
+            counts.add(row.data_ptr())
+    [values] = counts.values()
+    return _norm_of(*values)
+
+
+def _norm_of(high: int, middle: int, low: int, top: int, largest: float, nonfinite: int) -> Norm:
+    if nonfinite:
+        return Norm(largest, largest, nonfinite)
+    if top > _C.NORM_HIGHEST:
+        return Norm(math.inf, largest, 0)
+    bits = _C.NORM_BITS
+    parts = ((high << bits) + middle << bits) + low
+    return Norm(math.sqrt(math.ldexp(float(parts), bits * (top - 2))), largest, 0)
+
+
+def check(tensor: Tensor) -> None:
+    """Raises what cannot be measured."""
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"norms: expected a floating dtype, got {tensor.dtype}")
+    if not tensor.is_cpu:
+        raise ValueError(f"norms: expected a tensor on the CPU, got one on {tensor.device}")
