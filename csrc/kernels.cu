@@ -95,6 +95,7 @@ class CudaArithmetic {
         return 4;
     }
   }
+  __device__ std::size_t grain() const { return 64 / item_bytes(); }
 
   template <class To, class From>
   __device__ void reduce(CudaBlock& block, const To& to, int stores, const From& from, int count,

@@ -89,6 +89,7 @@ struct Emulated {
   }
   std::size_t item_bytes() const { return Typed::item_bytes(); }
   std::size_t partial_bytes() const { return Typed::partial_bytes(); }
+  std::size_t grain() const { return Typed::grain(); }
   template <class... Arguments>
   void reduce(Arguments&&... arguments) const {
     typed().reduce(arguments...);
