@@ -26,6 +26,7 @@ from fastreduce.errors import (
     UnsynchronizedError,
 )
 from fastreduce.grad_norm import GradientNorm
+from fastreduce.grad_scaler import GradScaler
 from fastreduce.norms import Norm, Norms
 from fastreduce.wire import Wire
 
@@ -36,6 +37,7 @@ __all__ = [
     "Communicator",
     "CommunicatorError",
     "CommunicatorTimeoutError",
+    "GradScaler",
     "GradientNorm",
     "HookState",
     "MismatchError",

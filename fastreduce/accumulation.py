@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fastreduce import sparse
 from fastreduce.communicator import Communicator
+from fastreduce.weights import NO_WEIGHT
 
 _NARROW = (torch.float16, torch.bfloat16)
-NO_WEIGHT = "weight(n) was called for other backward passes, but not for this one"
 
 
 def elements_of(parameter: nn.Parameter) -> int:

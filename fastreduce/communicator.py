@@ -487,15 +487,29 @@ class Communicator:
             self._promise(future, tensor, call, lambda _, __: finish(messages))
         return future
 
-    def sum_norms(self, norms: Norms) -> None:
-        """Brings together what the ranks have counted; collective. The same on all of them."""
-        own = norms.saved()
-        if self._core is None:  # all have counted all
-            norms.settle([own])
-            return
-        tables = torch.empty(self.world_size, *own.shape, dtype=own.dtype)
-        self.all_gather(tables.view(-1), own.view(-1))
-        norms.settle(tables)
+    def sum_norms(self, *norms: Norms, told: float = 0.0) -> list[float]:
+        """Brings together what the ranks have counted; collective, but for the process group, where
+        every rank has counted all. The same on all of them.
+
+        Returns:
+            What every rank that takes part has ``told``.
+        """
+        saved = [each.saved() for each in norms]
+        if self._core is None:
+            for each, table in zip(norms, saved, strict=True):
+                each.settle([table])
+            return [told]
+        note = torch.tensor([told], dtype=torch.float64).view(torch.int64)
+        own = torch.cat([*(table.view(-1) for table in saved), note])
+        every = torch.empty(self.world_size, own.numel(), dtype=own.dtype)
+        self.all_gather(every.view(-1), own)
+        begin = 0
+        for each, table in zip(norms, saved, strict=True):
+            end = begin + table.numel()
+            each.settle(every[:, begin:end].contiguous())
+            begin = end
+        notes: list[float] = every[:, -1].contiguous().view(torch.float64).tolist()
+        return notes
 
     def total(self, weight: weights.Weight) -> float:
         """The sum of the ranks' weights."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,19 +23,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fastreduce import compiled, reducer, sparse, weights
-from fastreduce.accumulation import NO_WEIGHT, Shards, TreeAccumulator, elements_of, parts_of
+from fastreduce.accumulation import Shards, TreeAccumulator, elements_of, parts_of
 from fastreduce.communicator import Communicator
 from fastreduce.compression import Compression, Step
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
-from fastreduce.grad_norm import Counting, GradientNorm, GradientNorms, PassNorms
+from fastreduce.grad_norm import Counting, GradientNorm, GradientNorms, PassNorms, agree
+from fastreduce.grad_scaler import GradScaler
 from fastreduce.measure import Measurement
 from fastreduce.process_group import Account, Done, fail
 from fastreduce.stats import BucketStats, StepStats, summary
 from fastreduce.wire import SMALL_BYTES, Policy, Schedule
 
 logger = logging.getLogger("fastreduce")
-
-Reduction = Literal["mean", "sum"]
 
 _KEPT_STEPS = 1000
 _FORMAT = 1
@@ -108,21 +107,17 @@ class HookState:
         self._norms = GradientNorms(norms) if norms else None
         if self._norms is not None and not count_unused:
             raise ValueError("norms: expected count_unused=True")
+        self._scaler: GradScaler | None = None
         self._closed = False
         self._begun = 0  # synchronised passes
         self._names: dict[nn.Parameter, str] = {}
         self._bucket_names: dict[nn.Parameter, str] = {}
         self._unnoted = 0  # a pass that had begun before use could be noted, if any
         self._elements = 0  # of the model's buckets
-        # Weights since the last pass: their sum and the last one; None where none was given.
-        self._weight: float | None = None
-        self._latest = 1.0
-        self._forwards = 0  # that have been completed since the last one was given
+        self._given = weights.Given()
         self._handles: list[RemovableHandle] = []
         self._watch: RemovableHandle | None = None  # of forward passes
         self._loss_scale = 1.0
-        self._reduction: Reduction = "mean"
-        self._weighted = False  # weights have been given at some time
         self._used: dict[str, float] = {}  # weights of those that used a parameter, by name
         self._shards: Shards | None = None
         self._spares: dict[nn.Parameter, list[Tensor]] = {}  # memory of the shards' sums
@@ -219,13 +214,13 @@ class HookState:
 
     def note_forward(self) -> None:
         """A forward pass has come to its end."""
-        self._forwards += 1
+        self._given.forwards += 1
 
     def note_use(self, name: str) -> None:
         """This rank has used a parameter in the pass under way."""
         before = self._used.get(name, 0.0)
-        if self._weighted:
-            self._used[name] = before + self._latest
+        if self._given.ever:
+            self._used[name] = before + self._given.latest
         else:
             self._used[name] = 1.0 if self._shards is None else before + 1.0
 
@@ -236,7 +231,7 @@ class HookState:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def weight(self, n: float, reduction: Reduction = "mean") -> None:
+    def weight(self, n: float, reduction: weights.Reduction = "mean") -> None:
         """How many samples (tokens ...) the next backward pass is over: gradients become the mean
         over all ranks' samples, whatever each rank's number, instead of the mean of the ranks.
 
@@ -253,32 +248,18 @@ class HookState:
                 where micro-batches of different sizes are accumulated.
         """
         n = float(n)
-        weights.check("n", n)
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
-        if not self._forwards:
-            self._weight = None  # no forward pass has come after the last one: it failed
-        if self._weight is not None and reduction != self._reduction:
-            raise ValueError(
-                f"reduction: expected {self._reduction!r} as in the micro-batches before, "
-                f"got {reduction!r}"
-            )
-        self._weighted = True
+        self._given.add(n, reduction)
         if self._watch is None:
             noting = _completed_forward(weakref.ref(self))
             self._watch = self._find_model().register_forward_hook(noting)
             self._handles.append(self._watch)
-        self._forwards = 0
-        self._reduction = reduction
-        self._latest = n
         if self._shards is not None:
             self._shards.weigh(n, reduction)
-        self._weight = (self._weight or 0.0) + n
 
     def discard_weight(self) -> None:
         """Forgets what :meth:`weight` was given since the last synchronised pass: of a batch that
         is skipped after its forward pass."""
-        self._weight = None
+        self._given.sum = None
 
     def loss_scale(self, scale: float) -> None:
         """By what the loss of the next pass is multiplied, where that changes: what lossy wire
@@ -306,17 +287,26 @@ class HookState:
         if self._compression is not None:
             self._compression.discard()
 
+    def unscale_by(self, scaler: GradScaler) -> None:
+        """From the next pass on gradients are divided by a loss scale as they are averaged; see
+        :class:`GradScaler`, which calls this."""
+        if not self._count_unused:
+            raise ValueError("GradScaler: expected a state with count_unused=True")
+        self._scaler = scaler
+        self._norms = self._norms or GradientNorms(True)
+
+    def averages(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient goes through this state."""
+        return parameter in self._names
+
     def _factors(self, joined: bool) -> tuple[float, weights.Weight | None]:
         """Scale and weight of this rank's buckets in a pass."""
         if joined:  # what it has are zeros
             return 1.0, "absent"
         if self._shards is not None:
-            return 1.0, self._shards.total(self._weighted)
-        if self._weighted:
-            if self._weight is None:
-                raise ValueError(NO_WEIGHT)
-            own = self._weight
-            return own if self._reduction == "mean" else float(own > 0), own
+            return 1.0, self._shards.total(self._given.ever)
+        if self._given.ever:
+            return self._given.factors()
         model = self._find_model()
         if not reducer.counts_joined(model):
             return 1.0, 1.0
@@ -416,7 +406,7 @@ class HookState:
         """Of a pass whose last bucket has been averaged, or fails, as those before may."""
         for earlier in current.futures:
             earlier.wait()
-        norms.sum()
+        norms.sum(current.loss_scale)
 
     def _unused(self, parameters: list[tuple[str, nn.Parameter]], buffer: Tensor) -> set[str]:
         """Of a bucket's parameters those to whose gradient this rank adds nothing."""
@@ -478,7 +468,7 @@ class HookState:
                 self._passes += 1
                 if self._norms is not None and current.norms is not None:
                     if not self.communicator.shared_memory:
-                        current.norms.sum()
+                        current.norms.sum(current.loss_scale)
                     self._norms.end(current.norms)
                 if compression is not None:
                     assert current.step is not None
@@ -522,7 +512,15 @@ class HookState:
         if current.elements == 0:
             current.joined = joined
             current.scale, current.weight = self._factors(joined)
-            self._weight = None
+            if self._scaler is not None:
+                current.loss_scale = self._scaler.get_scale()
+                current.scale /= current.loss_scale
+                if not self.communicator.shared_memory:  # else when the norms are brought together
+                    own = torch.tensor([current.loss_scale], dtype=torch.float64)
+                    every = own.repeat(self.communicator.world_size)
+                    self.communicator.all_gather(every, own)
+                    agree(every.tolist())
+            self._given.sum = None
             self._begun += 1
             if self._compression is not None:
                 current.step = self._compression.begin(weighted=current.weight is not None)
@@ -685,9 +683,10 @@ class HookState:
                 the module inside was called instead of the DDP model, or all was under
                 ``no_sync()``.
         """
-        self._checked = self._newer_than(self._checked)
+        self._checked = self.newer_than(self._checked)
 
-    def _newer_than(self, passes: int) -> int:
+    def newer_than(self, passes: int) -> int:
+        """How many passes have been averaged; raises if it is not more than that."""
         if self._passes == passes:
             raise UnsynchronizedError(
                 "the gradients of this step have not been averaged over the ranks: no backward "
@@ -708,7 +707,7 @@ class HookState:
 
         def look() -> None:
             nonlocal seen
-            seen = self._checked = self._newer_than(seen)
+            seen = self._checked = self.newer_than(seen)
 
         def check(_: Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
             optimizer, *given = arguments
@@ -796,14 +795,14 @@ class HookState:
                 with contextlib.nullcontext() if last else model.no_sync():
                     yield first + shard
                 self._refuse_closed()
-                shards.end(self._weighted)
+                shards.end(self._given.ever)
             if self._begun == begun:
                 raise UnsynchronizedError(
                     "the last shard had no synchronised backward pass of the DDP model"
                 )
         finally:
             self._shards = None
-            self._weight = None
+            self._given.sum = None
             accumulator.close()
 
     # -- saving -------------------------------------------------------------------------------
@@ -829,9 +828,7 @@ class HookState:
             "format": _FORMAT,
             "passes": self._passes,
             "world_size": self.communicator.world_size,
-            "weight": self._weight,
-            "reduction": self._reduction,
-            "weighted": self._weighted,
+            **self._given.saved(),
             "loss_scale": self._loss_scale,
             "parameters": {
                 name: {"used": self._used.get(name, 0.0)} for name in self._names.values()
@@ -894,10 +891,8 @@ class HookState:
         else:
             self._compression.load_state_dict(compressions, self._by_name())
         self._loss_scale = state["loss_scale"]
-        self._forwards = 1
         self._passes = self._checked = state["passes"]
-        self._weight, self._reduction = state["weight"], state["reduction"]
-        self._weighted = state["weighted"]
+        self._given.load(state)
         self._used = {
             name: saved[name]["used"] for name in self._names.values() if saved[name]["used"]
         }
@@ -995,6 +990,7 @@ class _Pass:
         self.empty = False
         self.encoded: set[int] = set()  # addresses of buckets
         self.norms: PassNorms | None = None
+        self.loss_scale = 1.0  # by which the reduction divides
         self.step: Step | None = None  # of what is compressed
         self.stats = StepStats()
 

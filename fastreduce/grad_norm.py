@@ -67,10 +67,13 @@ class PassNorms:
         values = bucket._values() if bucket.is_sparse else bucket
         norms.measure(values, *(part if communicator.shared_memory else (0, 1)))
 
-    def sum(self) -> None:
-        """Brings the ranks' counts together; collective where they share memory."""
-        for norms in self._counted():
-            self._communicator.sum_norms(norms)
+    def sum(self, loss_scale: float) -> None:
+        """Brings the ranks' counts together; collective where they share memory.
+
+        Raises:
+            RuntimeError: the ranks have unscaled by different loss scales.
+        """
+        agree(self._communicator.sum_norms(*self._counted(), told=loss_scale))
 
     def result(self) -> GradientNorm:
         """After :meth:`sum`."""
@@ -82,6 +85,16 @@ class PassNorms:
 
     def _counted(self) -> list[Norms]:
         return [norms for _, norms in self._buckets] if self._by_parameter else [self._all]
+
+
+def agree(loss_scales: Sequence[float]) -> None:
+    """Raises if the ranks' loss scales, in rank order, are not all the same."""
+    for rank, scale in enumerate(loss_scales):
+        if scale != loss_scales[0]:
+            raise RuntimeError(
+                f"the loss scale differs between the ranks: {loss_scales[0]} on rank 0, {scale} on "
+                f"rank {rank}; have all the same GradScaler, and do all step and update it?"
+            )
 
 
 class GradientNorms:
