@@ -35,7 +35,7 @@ def instruction_sets() -> dict[str, str]:
     """Name -> flags of every instruction set that the kernels are compiled for."""
     sets = {"baseline": ""}
     if platform.machine() in ("x86_64", "AMD64"):
-        sets["avx2"] = "-mavx2 -mbmi -mbmi2 -mf16c"
+        sets["avx2"] = "-mavx2 -mfma -mbmi -mbmi2 -mf16c"
         sets["avx512"] = (
             sets["avx2"] + " -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512cd"
             " -mprefer-vector-width=512"

@@ -274,6 +274,35 @@ PYBIND11_MODULE(_C, m) {
   m.attr("NORM_BITS") = Norm::kBits;
   m.attr("NORM_HIGHEST") = Norm::kHighest;
 
+  py::class_<Rates>(m, "Rates")
+      .def(py::init([](int rule) {
+             Rates rates;
+             rates.rule = static_cast<Rule>(rule);
+             return rates;
+           }),
+           py::arg("rule"))
+      .def_readwrite("maximize", &Rates::maximize)
+      .def_readwrite("first", &Rates::first)
+      .def_readwrite("nesterov", &Rates::nesterov)
+      .def_readwrite("scale", &Rates::scale)
+      .def_readwrite("rate", &Rates::rate)
+      .def_readwrite("decay", &Rates::decay)
+      .def_readwrite("momentum", &Rates::momentum)
+      .def_readwrite("dampening", &Rates::dampening)
+      .def_readwrite("beta1", &Rates::beta1)
+      .def_readwrite("beta2", &Rates::beta2)
+      .def_readwrite("correction2", &Rates::correction2)
+      .def_readwrite("eps", &Rates::eps);
+  m.def(
+      "step",
+      [](const Rates& rates, int dtype, Address gradient, Address parameter, Address master,
+         Address moment, Address square, std::size_t count) {
+        const auto at = [](Address address) { return reinterpret_cast<void*>(address); };
+        kernels().step(rates, static_cast<DType>(dtype),
+                       {at(gradient), at(parameter), at(master), at(moment), at(square)}, count);
+      },
+      py::call_guard<py::gil_scoped_release>());
+
   py::class_<Listener>(m, "Listener")
       .def(py::init<>())
       .def_property_readonly(

@@ -36,7 +36,8 @@ const Kernels& kernels() {
     unsigned a = 0, b = 0, c = 0, d = 0;  // clang's builtin does not know f16c
     const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
     const bool has_avx2 = has_f16c && __builtin_cpu_supports("avx2") &&
-                          __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+                          __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                          __builtin_cpu_supports("bmi2");
     const bool has_avx512 =
         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&

@@ -1,6 +1,7 @@
 // The protocols, instantiated for HostBlock. Compiled once per instruction set (FR_ISA).
 #include "host.h"
 #include "host_norm.h"
+#include "host_optimizer.h"
 #include "host_wire.h"
 #include "topk.h"
 
@@ -72,7 +73,7 @@ class HostArithmeticOf final : public HostArithmetic {
                   std::size_t n) const override {
     auto* const out = reinterpret_cast<T* const*>(to);
     const auto* const in = reinterpret_cast<const T* const*>(from);
-    if constexpr (std::is_floating_point<AccOf<T>>::value) {
+    if constexpr (std::is_floating_point<AccOf<T>>::value && std::is_same<O, Sum>::value) {
       if (gauge_ != nullptr) {
         int own = 0;
         while (own + 1 < stores && !(tensor_ <= to[own] && to[own] < tensor_ + bytes_)) ++own;
@@ -108,6 +109,19 @@ void measure(const Measure& measure, int rank, int world, DType dtype, const voi
       return range(static_cast<const BFloat16*>(tensor));
     default:
       return;
+  }
+}
+
+void step(const Rates& rates, DType dtype, const Stretch& at, std::size_t n) {
+  switch (dtype) {
+    case DType::float32:
+      return step_serial(rates, Shard<float>(at), n);
+    case DType::float64:
+      return step_serial(rates, Shard<double>(at), n);
+    case DType::float16:
+      return step_serial(rates, Shard<Half>(at), n);
+    default:
+      return step_serial(rates, Shard<BFloat16>(at), n);
   }
 }
 
@@ -230,9 +244,17 @@ void run_unpack(HostBlock& block, DType tensor, DType flat, void* from, const Pi
 }  // namespace
 
 extern const Kernels instance;
-const Kernels instance{
-    FR_STRING(FR_ISA), run,    run_pack, run_unpack, encode_message, reduce_messages,
-    decode_message,    select, combine,  measure};
+const Kernels instance{FR_STRING(FR_ISA),
+                       run,
+                       run_pack,
+                       run_unpack,
+                       encode_message,
+                       reduce_messages,
+                       decode_message,
+                       select,
+                       combine,
+                       measure,
+                       step};
 
 }  // namespace FR_ISA
 }  // namespace fastreduce

@@ -104,6 +104,36 @@ class Norms:
         """Of every section: the sum of squares in three parts, the highest one's place, the largest
         magnitude, and how many elements are not finite."""
 
+class Rates:
+    """What is the same for all elements in an optimizer's step: csrc/optimizer.h."""
+
+    def __init__(self, rule: int) -> None: ...
+    maximize: bool
+    first: bool
+    nesterov: bool
+    scale: float
+    rate: float
+    decay: float
+    momentum: float
+    dampening: float
+    beta1: float
+    beta2: float
+    correction2: float
+    eps: float
+
+def step(
+    rates: Rates,
+    dtype: int,
+    gradient: int,
+    parameter: int,
+    master: int,
+    moment: int,
+    square: int,
+    count: int,
+    /,
+) -> None:
+    """Updates ``count`` elements at these addresses; 0 where the rule or dtype has none."""
+
 class Listener:
     def __init__(self) -> None: ...
     @property

@@ -28,6 +28,7 @@ from fastreduce.errors import (
 from fastreduce.grad_norm import GradientNorm
 from fastreduce.grad_scaler import GradScaler
 from fastreduce.norms import Norm, Norms
+from fastreduce.parameter_server import ParameterServer
 from fastreduce.wire import Wire
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "MismatchError",
     "Norm",
     "Norms",
+    "ParameterServer",
     "PeerClosedError",
     "PeerLostError",
     "UnsynchronizedError",

@@ -218,8 +218,8 @@ class Communicator:
             deterministic: as for the constructor, in this call.
             norms: what this rank stores of the result is counted there, at no further pass over
                 memory (but for ``ring``, tensors that are staged, and the process group);
-                :meth:`sum_norms` then brings the ranks' counts together. A floating type, on the
-                CPU; not before an asynchronous call has ended.
+                :meth:`sum_norms` then brings the ranks' counts together. Of sums and means of
+                floating types, on the CPU; not before an asynchronous call has ended.
             done: called once a call that is not asynchronous has succeeded, with the sum of the
                 ranks' weights and the call's times (see ``_C.Work.account``). Where tensors of the
                 CPU share memory only.
@@ -247,7 +247,7 @@ class Communicator:
                 )
         counts = 0
         if norms is not None:
-            check_norms(tensor)
+            check_norms(tensor, op)
             counts = norms.address
         if not tensor.is_contiguous() or tensor.is_neg():
             self._all_reduce_strided(
@@ -327,7 +327,7 @@ class Communicator:
         _number("op", enums.OP, op)
         part = _check_factors(scale, weight, op, tensor)
         if norms is not None:
-            check_norms(tensor)
+            check_norms(tensor, op)
         core = self._core
         gpu = self._gpu(tensor)
         if gpu is not None:
@@ -359,7 +359,7 @@ class Communicator:
             return done
 
         def measured(total: float, account: Account | None) -> None:
-            norms.measure(tensor, 0, 1)
+            norms.measure(tensor, 0, 1, of_all=True)
             if done is not None:
                 done(total, account)
 
@@ -488,14 +488,14 @@ class Communicator:
         return future
 
     def sum_norms(self, *norms: Norms, told: float = 0.0) -> list[float]:
-        """Brings together what the ranks have counted; collective, but for the process group, where
-        every rank has counted all. The same on all of them.
+        """Brings together what the ranks have counted; collective, but where all-reduces went
+        through the process group: there every rank has counted all. The same on all of them.
 
         Returns:
             What every rank that takes part has ``told``.
         """
         saved = [each.saved() for each in norms]
-        if self._core is None:
+        if all(each.of_all for each in norms):
             for each, table in zip(norms, saved, strict=True):
                 each.settle([table])
             return [told]
@@ -912,7 +912,7 @@ class Communicator:
             raise ValueError("norms: expected None for async_op=True through the process group")
         work = self._group.all_reduce(tensor, op, async_op, scale, weight)
         if norms is not None:
-            norms.measure(tensor, 0, 1)
+            norms.measure(tensor, 0, 1, of_all=True)
         return work
 
     def _gpu(self, tensor: Tensor) -> cuda.CudaTransport | None:

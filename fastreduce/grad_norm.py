@@ -63,9 +63,11 @@ class PassNorms:
         if norms is None:
             return
         communicator = self._communicator
-        part = communicator.rank, communicator.world_size
         values = bucket._values() if bucket.is_sparse else bucket
-        norms.measure(values, *(part if communicator.shared_memory else (0, 1)))
+        if communicator.shared_memory:
+            norms.measure(values, communicator.rank, communicator.world_size)
+        else:
+            norms.measure(values, 0, 1, of_all=True)
 
     def sum(self, loss_scale: float) -> None:
         """Brings the ranks' counts together; collective where they share memory.

@@ -55,6 +55,7 @@ class Norms:
         self._counts = _C.Norms(ends or [_EVERYTHING], _threads)
         self._sections = len(ends) or 1
         self._known: list[Norm] | None = None
+        self.of_all = False  # this rank has counted all, as has every other one
 
     def clear(self) -> None:
         """Forgets all."""
@@ -74,10 +75,12 @@ class Norms:
         self._known = None
         return self._counts.address
 
-    def measure(self, tensor: Tensor, rank: int, ranks: int) -> None:
-        """Counts a rank's part of what has been reduced already."""
+    def measure(self, tensor: Tensor, rank: int, ranks: int, *, of_all: bool = False) -> None:
+        """Counts a rank's part of what has been reduced already. ``of_all``: every rank counts the
+        same, and nothing has to be brought together."""
         check(tensor)
         self._known = None
+        self.of_all = of_all
         kind, at = enums.DTYPE[tensor.dtype], tensor.data_ptr()
         self._counts.measure(rank, ranks, kind, at, tensor.numel())
 
@@ -115,8 +118,10 @@ def _norm_of(high: int, middle: int, low: int, top: int, largest: float, nonfini
     return Norm(math.sqrt(math.ldexp(float(parts), bits * (top - 2))), largest, 0)
 
 
-def check(tensor: Tensor) -> None:
+def check(tensor: Tensor, op: str = "sum") -> None:
     """Raises what cannot be measured."""
+    if op not in ("sum", "mean"):
+        raise ValueError(f"norms: expected a sum or a mean, got {op}")
     if tensor.dtype not in DTYPES:
         raise TypeError(f"norms: expected a floating dtype, got {tensor.dtype}")
     if not tensor.is_cpu:

@@ -257,3 +257,12 @@ def make_inputs(
             low, high = (info.min, info.max) if special else (max(info.min, -100), 100)
             inputs.append(torch.randint(low, high, (count,), generator=generator, dtype=dtype))
     return inputs
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests that wait for each other leave time to compile what others need."""
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    for module in modules:
+        start = getattr(module, "start_building", None)
+        if start is not None and len(modules) > 1:
+            start()

@@ -158,7 +158,7 @@ def test_convergence(tmp_path):
     formats = ["fp32", "fastreduce", "torch_bf16", "torch_powersgd"]
     ours = ["int8", "onebit"] if hasattr(fastreduce, "Wire") else []
     options = ["--ranks", 2, "--seeds", 2, "--steps", 4, "--out", tmp_path / "figures"]
-    options += ["--formats", *formats, *ours]
+    options += ["--formats", *formats, *ours, "--workloads", "digits", "characters"]
     text = run("benchmarks.convergence", *options)
     book = json.loads((tmp_path / "figures.json").read_text())
     variants = formats + [name + more for name in ours for more in ("", ", no feedback")]

@@ -227,6 +227,8 @@ def asynchronous(state: dict[str, Any]) -> None:
     assert norms.sections() == [Norm(math.sqrt(4000), 2.0, 0)]
     with pytest.raises(TypeError, match="floating"):
         comm.all_reduce(torch.ones(3, dtype=torch.int64), "sum", norms=norms)
+    with pytest.raises(ValueError, match="a sum or a mean, got max"):
+        comm.all_reduce(torch.ones(3), "max", norms=norms)
 
 
 def test_asynchronous_calls_count(pool):

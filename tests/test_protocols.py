@@ -13,6 +13,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -117,7 +118,8 @@ FLAGS, INSTRUCTION_SETS = build_settings()
 
 
 class Builder:
-    """Compiles objects on all cores; whoever asks for one waits for it."""
+    """Compiles objects on all cores, behind whatever else runs; whoever asks for one waits for
+    it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -153,9 +155,9 @@ class Builder:
         return target
 
     def _run(self, command: list[str], target: Path) -> None:
-        done = subprocess.run(
-            [*command, "-o", str(target)], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        polite = ["nice", "-n", "19"] if shutil.which("nice") else []
+        command = [*polite, *command, "-o", str(target)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise AssertionError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
 
@@ -196,10 +198,12 @@ STRICT = [(path, "baseline") for path in SOURCES] + [
 ]
 
 
-@pytest.fixture(scope="session")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    """Has everything compiled that the tests of this file use, the slowest first."""
-    made = Builder(tmp_path_factory.mktemp("objects"))
+@functools.cache
+def start_building() -> tuple[Builder, Path]:
+    """Has everything compiled that the tests of this file use, the slowest first, in a folder of
+    its own: while the tests of other files run, see conftest.py."""
+    folder = Path(tempfile.mkdtemp(prefix="fastreduce-objects-"))
+    made = Builder(folder)
     for flags in reversed(SANITIZERS.values()):
         for source in PROTOCOLS:
             made.start(source, f"{CHECKED} {flags}")
@@ -210,8 +214,15 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
         made.start(UNITS[0], flags)
     for path, name in STRICT:
         made.start(path, strict_flags(name))
+    return made, folder
+
+
+@pytest.fixture(scope="session")
+def builder() -> Iterator[Builder]:
+    made, folder = start_building()
     yield made
     made.stop()
+    shutil.rmtree(folder)
 
 
 class Program:

@@ -23,8 +23,8 @@ namespace fastreduce {
 // Those compiled here, with what this file is compiled with.
 inline namespace baseline {
 extern const Kernels instance;
-const Kernels instance{"baseline",      nullptr,        nullptr, nullptr, encode_message,
-                       reduce_messages, decode_message, select,  combine, nullptr};
+const Kernels instance{"baseline",     nullptr, nullptr, nullptr, encode_message, reduce_messages,
+                       decode_message, select,  combine, nullptr, nullptr};
 }  // namespace baseline
 #endif
 

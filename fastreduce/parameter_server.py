@@ -1,0 +1,614 @@
+"""The parameter server, sharded: every rank serves a part of the parameters and of the optimizer's
+state, and holds weights and gradients of all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fastreduce import _C, enums, norms
+from fastreduce.accumulation import is_dense
+from fastreduce.communicator import Communicator, Work
+from fastreduce.errors import UnsynchronizedError
+from fastreduce.grad_norm import GradientNorm, agree
+from fastreduce.norms import Norms
+from fastreduce.rules import Rule, rule_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.distributed import ProcessGroup
+
+    from fastreduce.grad_scaler import GradScaler
+
+BUCKET_BYTES = 25 << 20
+_UNIT = 1024  # elements: what a rank serves begins with one of norm.h's units
+_NARROW = (torch.float16, torch.bfloat16)
+MASTER = "master"
+
+
+@dataclass
+class Piece:
+    """What a rank serves of a parameter: elements in the order of its memory.
+
+    Attributes:
+        index: of the parameter, in the order of all groups.
+        begin, end: of the parameter's elements.
+        offset: of the first one in the rank's shard of the bucket.
+    """
+
+    index: int
+    begin: int
+    end: int
+    offset: int
+
+    @property
+    def place(self) -> slice:
+        """In the shard."""
+        return slice(self.offset, self.offset + self.end - self.begin)
+
+
+class Bucket:
+    """Parameters of one group and dtype, one after the other, and their gradients likewise.
+
+    Args:
+        communicator: of the ranks, which serve equal parts.
+        group: the group's number.
+        members: numbers and parameters. Parameters are moved into the bucket's memory.
+    """
+
+    def __init__(
+        self, communicator: Communicator, group: int, members: list[tuple[int, nn.Parameter]]
+    ) -> None:
+        ranks, rank = communicator.world_size, communicator.rank
+        dtype = members[0][1].dtype
+        total = sum(parameter.numel() for _, parameter in members)
+        self.group = group
+        self.members = members
+        self.count = -(-total // (_UNIT * ranks)) * _UNIT  # elements that a rank serves
+        self.weights = communicator.empty(self.count * ranks, dtype=dtype)
+        self.gradients = communicator.empty(self.count * ranks, dtype=dtype)
+        self.weights[total:] = 0
+        self.gradients.zero_()
+        first = rank * self.count
+        self.own_weights = self.weights[first : first + self.count]
+        self.own_gradients = self.gradients[first : first + self.count]
+        narrow = dtype in _NARROW
+        self.offsets: dict[int, int] = {}
+        self.pieces: list[Piece] = []
+        offset = 0
+        for index, parameter in members:
+            self.offsets[index] = offset
+            data = self.view(self.weights, index, parameter)
+            data.copy_(parameter.detach())
+            parameter.data = data
+            begin = max(first, offset) - offset
+            end = min(first + self.count, offset + parameter.numel()) - offset
+            if begin < end:
+                self.pieces.append(Piece(index, begin, end, offset + begin - first))
+            offset += parameter.numel()
+        self.master = self.own_weights.float() if narrow else None
+        self.moments: dict[str, Tensor] = {}
+        self.waiting: set[int] = set()
+        self.work: Work | None = None
+        self.reduced = False
+
+    def view(self, flat: Tensor, index: int, parameter: Tensor) -> Tensor:
+        """A parameter's part of something like the bucket, in its shape."""
+        part = flat[self.offsets[index] : self.offsets[index] + parameter.numel()]
+        if is_dense(parameter):
+            return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+        return part.view(parameter.shape)
+
+    def moment(self, name: str) -> Tensor:
+        """The shard's state of that name; zeros at first."""
+        if name not in self.moments:
+            dtype = torch.float32 if self.master is not None else self.weights.dtype
+            self.moments[name] = torch.zeros(self.count, dtype=dtype)
+        return self.moments[name]
+
+
+class ParameterServer(Optimizer):
+    """An optimizer whose state is shared out: each of N ranks keeps 1/N of it, updates 1/N of the
+    parameters, and all have all of them after ``step()``. A rank needs memory for weights and
+    gradients, and 1/N of the optimizer's state.
+
+    ::
+
+        server = fastreduce.ParameterServer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        for inputs, targets in batches:  # each rank's own
+            server.zero_grad()
+            loss(model(inputs), targets).backward()
+            server.step()
+
+    The model is a plain module, the same on all ranks; its parameters become rank 0's. While
+    ``backward()`` goes on, each rank gets the mean over all ranks of those gradients that it serves
+    (reduce-scatter); ``step()`` updates them and sends the new parameters to all (all-gather),
+    bucket by bucket. Afterwards a ``.grad`` holds the mean only where this rank serves.
+
+    SGD, Adam and AdamW are updated in one loop over memory, in the bits of torch's SGD and of
+    torch's Adam with ``fused=True``; 16-bit parameters from a copy in float32. Any other class of
+    torch.optim that works element by element steps this rank's pieces, which it sees flat.
+
+    Args:
+        params: parameters or parameter groups, as for any optimizer; dense and on the CPU.
+        optimizer_class: of torch.optim.
+        group: the process group of the ranks; None for the default one.
+        timeout: seconds that any one wait for a peer may take.
+        bucket_bytes: of parameters that are reduced and sent together.
+        kwargs: for ``optimizer_class``.
+
+    Raises:
+        ValueError: parameters are complex, sparse, or not on the CPU.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        *,
+        group: ProcessGroup | None = None,
+        timeout: float | timedelta = 600.0,
+        bucket_bytes: int = BUCKET_BYTES,
+        **kwargs: Any,
+    ) -> None:
+        template = optimizer_class(params, **kwargs)
+        super().__init__(template.param_groups, template.defaults)
+        self._class, self._options = optimizer_class, kwargs
+        self._parameters = [each for group in self.param_groups for each in group["params"]]
+        for each in self._parameters:
+            if each.is_complex() or each.layout is not torch.strided or not each.is_cpu:
+                raise ValueError(
+                    "params: expected real dense parameters on the CPU, got one of "
+                    f"{each.dtype}, {each.layout}, on {each.device}"
+                )
+        self._communicator = Communicator(group, timeout)
+        self._rules = [rule_of(optimizer_class, each) for each in self.param_groups]
+        self._steps = [0] * len(self._parameters)
+        self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
+        self._buckets = self._fill(bucket_bytes)
+        self._bucket_of = {i: b for b in self._buckets for i, _ in b.members}
+        self._inner = self._make_inner()
+        self._launched = 0  # buckets, in order
+        self._synchronises = True
+        self._passes = 0
+        self._clip = 1.0
+        self._grad_norm: GradientNorm | None = None
+        self._scaler: GradScaler | None = None
+        for bucket in self._buckets:
+            self._communicator.broadcast(bucket.weights)
+            if bucket.master is not None:
+                bucket.master.copy_(bucket.own_weights)
+        self._handles: list[RemovableHandle] = [
+            each.register_post_accumulate_grad_hook(self._noting(index))
+            for index, each in enumerate(self._parameters)
+            if each.requires_grad
+        ]
+        self.zero_grad()
+
+    def _fill(self, bucket_bytes: int) -> list[Bucket]:
+        """In about the order in which gradients are computed."""
+        buckets: list[Bucket] = []
+        last = len(self._parameters)
+        for number, group in reversed(list(enumerate(self.param_groups))):
+            last -= len(group["params"])
+            members: dict[torch.dtype, list[tuple[int, nn.Parameter]]] = {}
+            filled: dict[torch.dtype, int] = {}
+            for index, each in reversed(list(enumerate(group["params"], last))):
+                dtype = each.dtype
+                if filled.get(dtype, 0) and filled[dtype] + each.nbytes > bucket_bytes:
+                    buckets.append(Bucket(self._communicator, number, members.pop(dtype)))
+                    filled[dtype] = 0
+                members.setdefault(dtype, []).append((index, each))
+                filled[dtype] = filled.get(dtype, 0) + each.nbytes
+            buckets += [Bucket(self._communicator, number, each) for each in members.values()]
+        return buckets
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def _noting(self, index: int) -> Callable[[Tensor], None]:
+        def note(parameter: Tensor) -> None:
+            self._note(index, parameter)
+
+        return note
+
+    def _note(self, index: int, parameter: Tensor) -> None:
+        """A gradient has been accumulated."""
+        bucket = self._bucket_of[index]
+        gradient = bucket.view(bucket.gradients, index, parameter)
+        assert parameter.grad is not None
+        if parameter.grad.data_ptr() != gradient.data_ptr():  # somebody has set it to None
+            gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        if not self._used.any():
+            self._passes += 1
+        self._used[index] = 1
+        if not self._synchronises:
+            return
+        if bucket.reduced or index not in bucket.waiting:
+            raise RuntimeError(
+                "a second synchronised backward pass before zero_grad(): gradients have been "
+                "averaged already; accumulate under no_sync()"
+            )
+        bucket.waiting.discard(index)
+        # In the same order on all ranks, in whatever order they compute.
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
+            self._launch(async_op=True)
+
+    def _launch(self, async_op: bool) -> None:
+        """The next bucket's gradients go to those who serve them."""
+        bucket = self._buckets[self._launched]
+        scale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
+        bucket.reduced = True
+        bucket.work = self._communicator.reduce_scatter(
+            bucket.own_gradients, bucket.gradients, "mean", async_op, scale=scale
+        )
+        self._launched += 1
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients become zero, and stay where they are, whatever ``set_to_none``."""
+        for bucket in self._buckets:
+            if bucket.work is not None:  # of a step that was left out
+                bucket.work.wait()
+            bucket.gradients.zero_()
+            bucket.work, bucket.reduced = None, False
+            bucket.waiting = {i for i, each in bucket.members if each.requires_grad}
+            for index, parameter in bucket.members:
+                if parameter.requires_grad:
+                    parameter.grad = bucket.view(bucket.gradients, index, parameter)
+        self._launched = 0
+        self._clip = 1.0
+        self._grad_norm = None
+        self._used.zero_()
+
+    def _finish(self) -> None:
+        """All that is to be reduced has been."""
+        while self._launched < len(self._buckets):
+            self._launch(async_op=False)
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    # -- what is said of them ---------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> GradientNorm:
+        """The norm of the mean gradients of all ranks, as they were before :meth:`clip_grad_norm`.
+        Collective the first time after a backward pass."""
+        if self._grad_norm is None:
+            self._finish()
+            counted = Norms()
+            for bucket in self._buckets:
+                counted.measure(bucket.own_gradients, 0, 1)
+            told = 1.0 if self._scaler is None else self._scaler.get_scale()
+            agree(self._communicator.sum_norms(counted, told=told))
+            found = norms.total_of([counted])
+            self._grad_norm = GradientNorm(found.norm, found.largest, found.nonfinite)
+        return self._grad_norm
+
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """What ``torch.nn.utils.clip_grad_norm_`` does to the mean gradients of all parameters:
+        ``step()`` multiplies them as it reads them. Collective.
+
+        Returns:
+            The norm before: float32, no dimension.
+        """
+        if norm_type not in (2.0, math.inf):
+            raise ValueError(f"norm_type: expected 2 or inf, got {norm_type}")
+        found = self.grad_norm
+        total = found.norm if norm_type == 2.0 else found.largest
+        if error_if_nonfinite and not math.isfinite(total):
+            raise RuntimeError(f"the norm of the gradients is {total}")
+        factor = max_norm / (total + 1e-6)
+        self._clip = factor if not factor >= 1.0 else 1.0
+        return torch.tensor(total)
+
+    def unscale_by(self, scaler: GradScaler) -> None:
+        """From the next pass on gradients are divided by a loss scale as they are averaged; see
+        :class:`GradScaler`, which calls this."""
+        self._scaler = scaler
+
+    def averages(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is served."""
+        return any(parameter is each for each in self._parameters)
+
+    def newer_than(self, passes: int) -> int:
+        """How many steps' gradients there have been; raises if it is not more than that."""
+        if self._passes == passes:
+            raise UnsynchronizedError("no backward pass since the last step")
+        return self._passes
+
+    # -- the update -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates what this rank serves, and gets from the others what they serve. Collective.
+
+        Parameters that no rank has used since ``zero_grad()`` are left as they are.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._finish()
+        # Who has used what; and nobody changes anything before all have got their gradients.
+        self._communicator.all_reduce(self._used, "max")
+        used = self._used.tolist()
+        for index, flag in enumerate(used):
+            self._steps[index] += flag
+        if self._inner is not None:
+            self._step_inner(used)
+        for bucket in self._buckets:
+            rule = self._rules[bucket.group]
+            if rule is not None:
+                self._step_bucket(bucket, rule, used)
+            self._communicator.all_gather(bucket.weights, bucket.own_weights)
+        torch.autograd.graph.increment_version(self._parameters)
+        return loss
+
+    def _step_bucket(self, bucket: Bucket, rule: Rule, used: list[int]) -> None:
+        """This rank's shard, in as few runs as there are numbers of steps."""
+        group = self.param_groups[bucket.group]
+        names = rule.moments(group)
+        moments: list[Tensor | None] = [bucket.moment(name) for name in names]
+        moments += [None] * (2 - len(names))
+        begin = 0
+        while begin < len(bucket.pieces):
+            first = bucket.pieces[begin]
+            alike = (used[first.index], self._steps[first.index])
+            end = begin + 1
+            while end < len(bucket.pieces):
+                index = bucket.pieces[end].index
+                if (used[index], self._steps[index]) != alike:
+                    break
+                end += 1
+            last = bucket.pieces[end - 1]
+            if used[first.index]:
+                run = slice(first.offset, last.offset + last.end - last.begin)
+                master, moment, square = (
+                    None if each is None else each[run] for each in (bucket.master, *moments)
+                )
+                rates = rule.rates(group, self._steps[first.index], self._clip)
+                gradient, weight = bucket.own_gradients[run], bucket.own_weights[run]
+                _step(rates, gradient, weight, master, moment, square)
+            begin = end
+
+    def _make_inner(self) -> Optimizer | None:
+        """The optimizer itself, of those pieces that the kernels do not step, if any."""
+        if None not in self._rules:
+            return None
+        groups = []
+        for number, group in enumerate(self.param_groups):
+            pieces: list[nn.Parameter] = []
+            if self._rules[number] is None:
+                for bucket in self._buckets:
+                    if bucket.group == number:
+                        whole = bucket.own_weights if bucket.master is None else bucket.master
+                        pieces += [nn.Parameter(whole[each.place]) for each in bucket.pieces]
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**options, "params": pieces})
+        return self._class(groups, **self._options)
+
+    def _pieces(self) -> Iterator[tuple[Bucket, Piece, nn.Parameter]]:
+        """Of the inner optimizer, each with what that steps."""
+        assert self._inner is not None
+        for number, group in enumerate(self._inner.param_groups):
+            found = iter(group["params"])
+            if self._rules[number] is None:
+                for bucket in self._buckets:
+                    if bucket.group == number:
+                        for piece in bucket.pieces:
+                            yield bucket, piece, next(found)
+
+    def _step_inner(self, used: list[int]) -> None:
+        assert self._inner is not None
+        for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key != "params"})
+        for bucket, piece, parameter in self._pieces():
+            parameter.grad = None
+            if used[piece.index]:
+                gradient = bucket.own_gradients[piece.place].to(parameter.dtype)
+                parameter.grad = gradient if self._clip == 1.0 else gradient * self._clip
+        self._inner.step()
+        for bucket, piece, parameter in self._pieces():
+            parameter.grad = None
+            if bucket.master is not None:
+                bucket.own_weights[piece.place] = parameter.detach()
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ordinary state dict of ``optimizer_class`` for all parameters, on every rank:
+        collective. It can be loaded by that class, and on another number of ranks. Of 16-bit
+        parameters it also holds the float32 copy, as ``master``."""
+        packed = super().state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        for bucket in self._buckets:
+            rule = self._rules[bucket.group]
+            if rule is not None:
+                names = rule.moments(self.param_groups[bucket.group])
+                shards = {name: bucket.moment(name) for name in names}
+                scalars: dict[int, dict[str, Any]] = {
+                    index: {"step": torch.tensor(float(self._steps[index]))}
+                    if rule.counts_steps
+                    else {}
+                    for index, _ in bucket.members
+                    if self._steps[index]
+                }
+            else:
+                shards, scalars = self._inner_state(bucket)
+            if bucket.master is not None:
+                shards[MASTER] = bucket.master
+            for name in sorted(shards):
+                every = torch.empty(bucket.weights.numel(), dtype=shards[name].dtype)
+                self._communicator.all_gather(every, shards[name])
+                for index, parameter in bucket.members:
+                    if index in scalars:
+                        scalars[index][name] = bucket.view(every, index, parameter).clone()
+            state |= {index: values for index, values in scalars.items() if values}
+        packed["state"] = {index: state[index] for index in sorted(state)}
+        return packed
+
+    def _inner_state(self, bucket: Bucket) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
+        """What the inner optimizer keeps: shards by name; and what is no shard, by parameter, of
+        all that have a state."""
+        assert self._inner is not None
+        shards: dict[str, Tensor] = {}
+        scalars: dict[int, dict[str, Any]] = {}
+        for owner, piece, parameter in self._pieces():
+            if owner is not bucket:
+                continue
+            if self._inner.state[parameter]:
+                scalars.setdefault(piece.index, {})
+            for name, value in self._inner.state[parameter].items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    if name not in shards:
+                        shards[name] = torch.zeros(bucket.count, dtype=value.dtype)
+                    shards[name][piece.place] = value
+                else:
+                    scalars[piece.index][name] = value
+        told = self._communicator._group.all_gather_object(
+            ({name: shard.dtype for name, shard in shards.items()}, scalars)
+        )
+        for names, others in told:
+            for name, dtype in names.items():
+                if name not in shards:
+                    shards[name] = torch.zeros(bucket.count, dtype=dtype)
+            scalars = {**others, **scalars}
+        return shards, scalars
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over an ordinary state dict of ``optimizer_class``, the same on all ranks.
+
+        Raises:
+            ValueError: it is of other groups or parameters; nothing has been changed.
+        """
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                f"param_groups: expected {[len(each['params']) for each in self.param_groups]} "
+                f"parameters, got {sizes}"
+            )
+        saved = dict(state_dict["state"])
+        for index, values in saved.items():
+            for name, value in values.items():
+                expected = self._parameters[index].shape
+                if _is_whole(name, value) and value.shape != expected:
+                    raise ValueError(
+                        f"state of parameter {index}: expected {name} of shape {tuple(expected)}, "
+                        f"got {tuple(value.shape)}"
+                    )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._rules = [rule_of(self._class, each) for each in self.param_groups]
+        self._inner = self._make_inner()
+        for bucket in self._buckets:
+            bucket.moments.clear()
+            for index, _ in bucket.members:
+                values = saved.get(index, {})
+                # SGD counts none; its first step is the one without momentum.
+                kept = any(value is not None for value in values.values())
+                self._steps[index] = int(values["step"]) if "step" in values else int(kept)
+        for bucket in self._buckets:
+            if bucket.master is not None:
+                for piece in bucket.pieces:
+                    whole = saved.get(piece.index, {}).get(MASTER)
+                    if whole is None:
+                        whole = self._parameters[piece.index].detach().float()
+                    bucket.master[piece.place] = self._part(bucket, piece, whole)
+            rule = self._rules[bucket.group]
+            if rule is None:
+                continue
+            names = rule.moments(self.param_groups[bucket.group])
+            for name in names:
+                shard = bucket.moment(name)
+                for piece in bucket.pieces:
+                    value = saved.get(piece.index, {}).get(name)
+                    if value is not None:
+                        shard[piece.place] = self._part(bucket, piece, value)
+        if self._inner is not None:
+            for bucket, piece, parameter in self._pieces():
+                self._inner.state[parameter] = {
+                    name: self._part(bucket, piece, value).clone()
+                    if _is_whole(name, value)
+                    else copy.deepcopy(value)
+                    for name, value in saved.get(piece.index, {}).items()
+                    if name != MASTER
+                }
+
+    def _part(self, bucket: Bucket, piece: Piece, whole: Tensor) -> Tensor:
+        """This rank's part of something of a parameter's shape."""
+        parameter = self._parameters[piece.index]
+        if is_dense(parameter):
+            memory = torch.empty(parameter.numel(), dtype=whole.dtype)
+            memory.as_strided(parameter.shape, parameter.stride()).copy_(whole)
+        else:
+            memory = whole.reshape(-1)
+        return memory[piece.begin : piece.end]
+
+    # -- lifetime ---------------------------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Communicator:
+        """Over which all goes."""
+        return self._communicator
+
+    def close(self) -> None:
+        """Ends it. Parameters stay as they are, and gradients belong to the user again."""
+        for handle in self._handles:
+            handle.remove()
+        self._communicator.close()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._communicator.__exit__(kind, error, trace)
+
+
+def _is_whole(name: str, value: Any) -> bool:
+    """Whether an entry of a parameter's state has an element for each of the parameter's."""
+    return isinstance(value, Tensor) and name != "step" and value.dim() > 0
+
+
+def _step(
+    rates: _C.Rates,
+    gradient: Tensor,
+    weight: Tensor,
+    master: Tensor | None,
+    moment: Tensor | None,
+    square: Tensor | None,
+) -> None:
+    at = [0 if each is None else each.data_ptr() for each in (master, moment, square)]
+    dtype = enums.DTYPE[weight.dtype]
+    _C.step(
+        rates, dtype, gradient.data_ptr(), weight.data_ptr(), at[0], at[1], at[2], weight.numel()
+    )
