@@ -147,8 +147,32 @@ class Norms {
   Measure measure_;
 };
 
-const Measure* as_measure(Address norms) {
-  return norms == 0 ? nullptr : &reinterpret_cast<Norms*>(norms)->measure();
+// An Update and its runs: begin, end, rates.
+class UpdateOf {
+ public:
+  using Row = std::tuple<std::uint64_t, std::uint64_t, Rates>;
+
+  UpdateOf(const std::vector<Row>& rows, Address parameter, Address master, Address moment,
+           Address square) {
+    for (const auto& [begin, end, rates] : rows) runs_.push_back({begin, end, rates});
+    const auto at = [](Address address) { return reinterpret_cast<void*>(address); };
+    update_.run = runs_.data();
+    update_.runs = runs_.size();
+    update_.base = {nullptr, at(parameter), at(master), at(moment), at(square)};
+  }
+  UpdateOf(const UpdateOf&) = delete;
+  UpdateOf& operator=(const UpdateOf&) = delete;
+
+  const Update& update() const { return update_; }
+
+ private:
+  std::vector<Update::Run> runs_;
+  Update update_;
+};
+
+Use use_of(Address norms, Address update) {
+  return {norms == 0 ? nullptr : &reinterpret_cast<Norms*>(norms)->measure(),
+          update == 0 ? nullptr : &reinterpret_cast<UpdateOf*>(update)->update()};
 }
 
 // Why a communicator could not be made, as far as it is not what a signal handler raised.
@@ -293,15 +317,17 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("beta2", &Rates::beta2)
       .def_readwrite("correction2", &Rates::correction2)
       .def_readwrite("eps", &Rates::eps);
-  m.def(
-      "step",
-      [](const Rates& rates, int dtype, Address gradient, Address parameter, Address master,
-         Address moment, Address square, std::size_t count) {
-        const auto at = [](Address address) { return reinterpret_cast<void*>(address); };
-        kernels().step(rates, static_cast<DType>(dtype),
-                       {at(gradient), at(parameter), at(master), at(moment), at(square)}, count);
-      },
-      py::call_guard<py::gil_scoped_release>());
+  py::class_<UpdateOf>(m, "Update")
+      .def(py::init<const std::vector<UpdateOf::Row>&, Address, Address, Address, Address>())
+      .def_property_readonly("address",
+                             [](const UpdateOf& self) { return reinterpret_cast<Address>(&self); })
+      .def(
+          "run",
+          [](const UpdateOf& self, int dtype, Address gradient, std::size_t count) {
+            kernels().update(self.update(), static_cast<DType>(dtype),
+                             reinterpret_cast<const void*>(gradient), count);
+          },
+          py::call_guard<py::gil_scoped_release>());
 
   py::class_<Listener>(m, "Listener")
       .def(py::init<>())
@@ -376,38 +402,38 @@ PYBIND11_MODULE(_C, m) {
       .def("run",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, double weight, int segment,
-              Address norms) {
+              Address norms, Address update) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              uninterrupted([&] {
                self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
-                        check_signals, nullptr, as_measure(norms));
+                        check_signals, nullptr, use_of(norms, update));
                return true;
              });
            })
       .def("run_told",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, double weight, int segment,
-              Address norms) {
+              Address norms, Address update) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              Account account;
              const double total = uninterrupted([&] {
                return self.run(call, reinterpret_cast<const void*>(in),
                                reinterpret_cast<void*>(out), check_signals, &account,
-                               as_measure(norms));
+                               use_of(norms, update));
              });
              return std::make_pair(total, as_tuple(account));
            })
       .def("submit",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, double weight, int segment,
-              Address norms, std::int64_t notify) {
+              Address norms, Address update, std::int64_t notify) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              py::gil_scoped_release release;
              return self.submit(call, reinterpret_cast<const void*>(in),
-                                reinterpret_cast<void*>(out), notify, as_measure(norms));
+                                reinterpret_cast<void*>(out), notify, use_of(norms, update));
            })
       .def("record", &HostCommunicator::record)
       .def_property_readonly("blocks", &HostCommunicator::blocks)

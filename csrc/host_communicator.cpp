@@ -204,7 +204,7 @@ Watch HostCommunicator::make_watch(const Patience& patience,
 
 double HostCommunicator::run(const Call& call, const void* in, void* out,
                              const std::function<bool()>& interrupted, Account* account,
-                             const Measure* measure) {
+                             const Use& use) {
   refuse_child();
   // The last thing that happens here, if a signal handler closed the communicator meanwhile.
   struct Close {
@@ -218,7 +218,7 @@ double HostCommunicator::run(const Call& call, const void* in, void* out,
   check_usable();
   if (busy_ || !queue_.empty()) {
     lock.unlock();
-    const auto work = submit(call, in, out, -1, measure);
+    const auto work = submit(call, in, out, -1, use);
     if (!work->wait(Clock::duration::max() / 4, interrupted)) {
       // The call cannot be taken back while peers take part in it: give up the communicator.
       stop_ = Failure::interrupted;
@@ -241,13 +241,13 @@ double HostCommunicator::run(const Call& call, const void* in, void* out,
   Watch watch = make_watch(options_.foreground, &interrupted);
   watch.account = account;
   if (account != nullptr) account->begin = Clock::now();
-  const double total = execute(call, in, out, measure, watch);
+  const double total = execute(call, in, out, use, watch);
   if (account != nullptr) account->end = Clock::now();
   return total;
 }
 
 std::shared_ptr<Work> HostCommunicator::submit(const Call& call, const void* in, void* out,
-                                               std::int64_t notify, const Measure* measure) {
+                                               std::int64_t notify, const Use& use) {
   refuse_child();
   refuse_within(this);
   auto work = std::make_shared<Work>();
@@ -256,7 +256,7 @@ std::shared_ptr<Work> HostCommunicator::submit(const Call& call, const void* in,
   work->call_ = call;
   work->in_ = in;
   work->out_ = out;
-  work->measure_ = measure;
+  work->use_ = use;
   work->notify_ = notify;
   std::lock_guard<std::mutex> lock(mutex_);
   check_usable();
@@ -294,7 +294,7 @@ void HostCommunicator::communicate() {
         noted.account = &work->account_;
         work->account_.begin = Clock::now();
       }
-      work->total_ = execute(work->call_, work->in_, work->out_, work->measure_, noted);
+      work->total_ = execute(work->call_, work->in_, work->out_, work->use_, noted);
       if (noted.account != nullptr) work->account_.end = Clock::now();
     } catch (...) {
       error = std::current_exception();
@@ -357,7 +357,7 @@ void HostCommunicator::give_up(FailureRecord record, bool written) {
 }
 
 // Returns the sum of the ranks' weights.
-double HostCommunicator::execute(Call call, const void* in, void* out, const Measure* measure,
+double HostCommunicator::execute(Call call, const void* in, void* out, const Use& use,
                                  const Watch& plan) {
   const std::size_t bytes = input_bytes(call, view_.world());
   const bool one_shot = call.algorithm == Algorithm::one_shot;
@@ -369,7 +369,8 @@ double HostCommunicator::execute(Call call, const void* in, void* out, const Mea
   ++epoch_;
   job.in = in;
   job.out = out;
-  job.measure = measure;
+  job.measure = use.measure;
+  job.update = use.update;
   begun_ = progress_;
   calls_[view_.rank] = call;
   Watch watch = plan;
@@ -456,10 +457,12 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Watch& watch) 
 
   FailureRecord failure;
   if (!run_blocks(job, watch, blocks_for(call), &failure)) give_up(failure, true);
+  if (job.call.algorithm == Algorithm::one_shot || job.direct) return;  // used on the way
   const bool whole = job.call.kind == Kind::all_reduce;
-  if (job.measure != nullptr && job.call.algorithm != Algorithm::one_shot && !job.direct)
+  if (job.measure != nullptr)
     kernels().measure(*job.measure, whole ? view_.rank : 0, whole ? view_.world() : 1, call.dtype,
                       job.out, call.count);
+  if (job.update != nullptr) kernels().update(*job.update, call.dtype, job.out, call.count);
 }
 
 // Virtual cores move between physical ones, every few to tens of seconds: look again and again.

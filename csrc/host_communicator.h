@@ -19,6 +19,12 @@ namespace fastreduce {
 
 class HostCommunicator;
 
+// What is done with what a rank has reduced: one of both, or nothing.
+struct Use {
+  const Measure* measure = nullptr;
+  const Update* update = nullptr;
+};
+
 // A call in the queue of the communication thread.
 class Work {
  public:
@@ -40,7 +46,7 @@ class Work {
   Call call_;
   const void* in_ = nullptr;
   void* out_ = nullptr;
-  const Measure* measure_ = nullptr;
+  Use use_;
   std::int64_t notify_ = -1;
   double total_ = 0;
   Account account_;
@@ -73,12 +79,12 @@ class HostCommunicator {
 
   // Runs a call on this thread, after all that are queued, and returns the sum of the ranks'
   // weights. `interrupted` is asked now and then while it waits. With `account`, notes its times
-  // there; with `measure`, what this rank has reduced.
+  // there. `use`: of what this rank has reduced.
   double run(const Call& call, const void* in, void* out, const std::function<bool()>& interrupted,
-             Account* account = nullptr, const Measure* measure = nullptr);
+             Account* account = nullptr, const Use& use = {});
   // Queues a call for the communication thread. With notify >= 0, next_completed() reports it.
   std::shared_ptr<Work> submit(const Call& call, const void* in, void* out, std::int64_t notify,
-                               const Measure* measure = nullptr);
+                               const Use& use = {});
   // Whether the communication thread keeps an Account of each call.
   void record(bool on) { recording_ = on; }
   // Waits for finished works that have a notify number and returns them, in order; empty once
@@ -98,7 +104,7 @@ class HostCommunicator {
   bool forked() const;
 
  private:
-  double execute(Call call, const void* in, void* out, const Measure* measure, const Watch& plan);
+  double execute(Call call, const void* in, void* out, const Use& use, const Watch& plan);
   void perform(HostBlock& leader, Job& job, const Watch& watch);
   int blocks_for(const Call& call) const;
   bool run_blocks(const Job& job, const Watch& watch, int count, FailureRecord* failure);

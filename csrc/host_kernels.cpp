@@ -46,12 +46,15 @@ class HostArithmetic {
 template <class T, class O>
 class HostArithmeticOf final : public HostArithmetic {
  public:
-  // `gauge`, if any, measures what is stored into the tensor of the rank.
-  HostArithmeticOf(const TypedArithmetic<T, O>& typed, const Job& job, Gauge* gauge)
+  // `gauge`, if any, measures what is stored into the tensor of the rank; `update`, if any, uses
+  // it.
+  HostArithmeticOf(const TypedArithmetic<T, O>& typed, const Job& job, Gauge* gauge,
+                   const Update* update)
       : typed_(typed),
         tensor_(static_cast<const char*>(job.out)),
         bytes_(job.call.count * sizeof(T)),
-        gauge_(gauge) {}
+        gauge_(gauge),
+        update_(update) {}
 
   std::size_t item_bytes() const override { return typed_.item_bytes(); }
   std::size_t partial_bytes() const override { return typed_.partial_bytes(); }
@@ -74,21 +77,38 @@ class HostArithmeticOf final : public HostArithmetic {
     auto* const out = reinterpret_cast<T* const*>(to);
     const auto* const in = reinterpret_cast<const T* const*>(from);
     if constexpr (std::is_floating_point<AccOf<T>>::value && std::is_same<O, Sum>::value) {
-      if (gauge_ != nullptr) {
+      if (gauge_ != nullptr || update_ != nullptr) {
         int own = 0;
         while (own + 1 < stores && !(tensor_ <= to[own] && to[own] < tensor_ + bytes_)) ++own;
         const std::size_t index = static_cast<std::size_t>(to[own] - tensor_) / sizeof(T);
-        return reduce_measured<T, O>(out, stores, in, count, n, typed_.scale(), index, own,
-                                     *gauge_);
+        if (gauge_ != nullptr)
+          return reduce_measured<T, O>(out, stores, in, count, n, typed_.scale(), index, own,
+                                       *gauge_);
+        return reduce_and_update(out, stores, in, count, n, index, own);
       }
     }
     reduce_serial<T, O>(out, stores, in, count, n, typed_.scale());
+  }
+
+  // Tile by tile, while it is in the first-level cache.
+  void reduce_and_update(T* const* to, int stores, const T* const* from, int count, std::size_t n,
+                         std::size_t index, int own) const {
+    T* out[kMaxRanks];
+    const T* in[kMaxRanks];
+    for (std::size_t done = 0; done < n; done += kUnit) {
+      const std::size_t m = n - done < kUnit ? n - done : kUnit;
+      for (int k = 0; k < stores; ++k) out[k] = to[k] + done;
+      for (int k = 0; k < count; ++k) in[k] = from[k] + done;
+      reduce_serial<T, O>(out, stores, in, count, m, typed_.scale());
+      update_serial(*update_, out[own], index + done, m);
+    }
   }
 
   TypedArithmetic<T, O> typed_;
   const char* tensor_;
   std::size_t bytes_;
   Gauge* gauge_;
+  const Update* update_;
 };
 
 void measure(const Measure& measure, int rank, int world, DType dtype, const void* tensor,
@@ -112,16 +132,16 @@ void measure(const Measure& measure, int rank, int world, DType dtype, const voi
   }
 }
 
-void step(const Rates& rates, DType dtype, const Stretch& at, std::size_t n) {
+void update(const Update& update, DType dtype, const void* gradient, std::size_t n) {
   switch (dtype) {
     case DType::float32:
-      return step_serial(rates, Shard<float>(at), n);
+      return update_serial(update, static_cast<const float*>(gradient), 0, n);
     case DType::float64:
-      return step_serial(rates, Shard<double>(at), n);
+      return update_serial(update, static_cast<const double*>(gradient), 0, n);
     case DType::float16:
-      return step_serial(rates, Shard<Half>(at), n);
+      return update_serial(update, static_cast<const Half*>(gradient), 0, n);
     default:
-      return step_serial(rates, Shard<BFloat16>(at), n);
+      return update_serial(update, static_cast<const BFloat16*>(gradient), 0, n);
   }
 }
 
@@ -186,10 +206,13 @@ bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch
     const ScaleOf<T> scale =
         scale_of(factors, job, view.world(), static_cast<ScaleOf<T>*>(nullptr));
     const TypedArithmetic<T, O> typed(scale, view.rank);
-    if (job.measure == nullptr || !measures_on_the_way(job, view.rank))
-      return reduce(block, view, HostArithmeticOf<T, O>(typed, job, nullptr), job, epoch);
+    const auto with = [&](Gauge* gauge, const Update* update) {
+      return reduce(block, view, HostArithmeticOf<T, O>(typed, job, gauge, update), job, epoch);
+    };
+    if (!measures_on_the_way(job, view.rank)) return with(nullptr, nullptr);
+    if (job.measure == nullptr) return with(nullptr, job.update);
     Gauge gauge(*job.measure, block.index());
-    return reduce(block, view, HostArithmeticOf<T, O>(typed, job, &gauge), job, epoch);
+    return with(&gauge, nullptr);
   });
 }
 
@@ -244,17 +267,9 @@ void run_unpack(HostBlock& block, DType tensor, DType flat, void* from, const Pi
 }  // namespace
 
 extern const Kernels instance;
-const Kernels instance{FR_STRING(FR_ISA),
-                       run,
-                       run_pack,
-                       run_unpack,
-                       encode_message,
-                       reduce_messages,
-                       decode_message,
-                       select,
-                       combine,
-                       measure,
-                       step};
+const Kernels instance{
+    FR_STRING(FR_ISA), run,    run_pack, run_unpack, encode_message, reduce_messages,
+    decode_message,    select, combine,  measure,    update};
 
 }  // namespace FR_ISA
 }  // namespace fastreduce

@@ -68,5 +68,18 @@ void step_serial(const Rates& rates, const Shard<T>& shard, std::size_t n) {
   });
 }
 
+// Elements `index` to `index + n` of a shard, whose gradients lie at `gradient`.
+template <class T>
+void update_serial(const Update& update, const T* gradient, std::size_t index, std::size_t n) {
+  Shard<T> shard(update.base);
+  shard.gradient = gradient - index;
+  for (std::size_t k = 0; k < update.runs; ++k) {
+    const Update::Run& run = update.run[k];
+    const std::size_t begin = run.begin < index ? index : run.begin;
+    const std::size_t end = run.end < index + n ? run.end : index + n;
+    if (begin < end) step_serial(run.rates, shard.from(begin), end - begin);
+  }
+}
+
 }  // namespace FR_ISA
 }  // namespace fastreduce

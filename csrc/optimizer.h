@@ -47,6 +47,19 @@ struct Stretch {
   void* square = nullptr;  // of adam
 };
 
+// What a call is to do with the shard that it reduces: runs of it, each with rates of its own, in
+// ascending order. `base` is of the shard's first element; its gradient is what is reduced.
+struct Update {
+  struct Run {
+    std::uint64_t begin;
+    std::uint64_t end;
+    Rates rates;
+  };
+  const Run* run = nullptr;
+  std::size_t runs = 0;
+  Stretch base;
+};
+
 inline namespace FR_ISA {
 
 template <class T>
@@ -58,6 +71,16 @@ struct Shard {
         master(static_cast<A*>(at.master)),
         moment(static_cast<A*>(at.moment)),
         square(static_cast<A*>(at.square)) {}
+  // From an element on.
+  FR_FN Shard from(std::size_t i) const {
+    Shard later = *this;
+    later.gradient += i;
+    later.parameter += i;
+    if (master != nullptr) later.master += i;
+    if (moment != nullptr) later.moment += i;
+    if (square != nullptr) later.square += i;
+    return later;
+  }
   const T* gradient;
   T* parameter;
   A* master;

@@ -4,6 +4,7 @@
 #include "all_reduce.h"
 #include "collectives.h"
 #include "norm.h"
+#include "optimizer.h"
 
 namespace fastreduce {
 
@@ -14,10 +15,12 @@ struct Job {
   double total = 0;
   const void* in = nullptr;  // of an encoded call: its Coding
   void* out = nullptr;
-  bool direct = false;               // `peers` holds every rank's tensor, mapped here
-  void* peers[kMaxRanks];            // a broadcast fills in its root's only
-  bool far = false;                  // the ranks' cores share no cache
-  const Measure* measure = nullptr;  // of what this rank reduces, if anything: on the host
+  bool direct = false;     // `peers` holds every rank's tensor, mapped here
+  void* peers[kMaxRanks];  // a broadcast fills in its root's only
+  bool far = false;        // the ranks' cores share no cache
+  // What is done with what this rank reduces, if anything: on the host.
+  const Measure* measure = nullptr;
+  const Update* update = nullptr;
 };
 
 // Whether a rank measures what it reduces as it stores it. Elements that all ranks reduce, the

@@ -121,18 +121,25 @@ class Rates:
     correction2: float
     eps: float
 
-def step(
-    rates: Rates,
-    dtype: int,
-    gradient: int,
-    parameter: int,
-    master: int,
-    moment: int,
-    square: int,
-    count: int,
-    /,
-) -> None:
-    """Updates ``count`` elements at these addresses; 0 where the rule or dtype has none."""
+class Update:
+    """An optimizer's step on a shard: runs of its elements, each with rates of its own, in
+    ascending order; and where the shard's parameters and state begin (0: it has none)."""
+
+    def __init__(
+        self,
+        runs: Sequence[tuple[int, int, Rates]],
+        parameter: int,
+        master: int,
+        moment: int,
+        square: int,
+        /,
+    ) -> None: ...
+    @property
+    def address(self) -> int:
+        """The ``update`` of a call."""
+
+    def run(self, dtype: int, gradient: int, count: int, /) -> None:
+        """Of a shard of so many elements whose gradient has been reduced."""
 
 class Listener:
     def __init__(self) -> None: ...
@@ -185,6 +192,7 @@ class HostCommunicator:
         weight: float,
         segment: int,
         norms: int,
+        update: int,
         /,
     ) -> None: ...
     def run_told(
@@ -198,6 +206,7 @@ class HostCommunicator:
         weight: float,
         segment: int,
         norms: int,
+        update: int,
         /,
     ) -> tuple[float, tuple[int, int, int, int, int]]:
         """``run``, and what a Work knows: its total and its account."""
@@ -213,6 +222,7 @@ class HostCommunicator:
         weight: float,
         segment: int,
         norms: int,
+        update: int,
         notify: int,
         /,
     ) -> Work: ...

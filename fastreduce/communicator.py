@@ -50,14 +50,16 @@ _BARRIER = (
     1.0,
     NOT_SHARED,
     0,
+    0,
 )
 
 _MAX_PLANS = 4096
 
 Number = TypeVar("Number", int, float)
 
-# A call as the core takes it: plan, input, output, count, root, scale, weight, segment, norms.
-_Call = tuple[int, int, int, int, int, float, float, int, int]
+# A call as the core takes it: plan, input, output, count, root, scale, weight, segment, and the
+# addresses of norms and an update.
+_Call = tuple[int, int, int, int, int, float, float, int, int, int]
 # A Future, its tensor, who else wants to know of the call's end, and what is counted in.
 _Promise = tuple["Future[Tensor]", Tensor, "Done | None", "Norms | None"]
 
@@ -269,12 +271,12 @@ class Communicator:
         at = tensor.data_ptr()
         if async_op:
             return self._submit(
-                (plan, at, at, count, 0, scale, part, segment, counts), tensor, norms=norms
+                (plan, at, at, count, 0, scale, part, segment, counts, 0), tensor, norms=norms
             )
         if done is None:
-            core.run(plan, at, at, count, 0, scale, part, segment, counts)
+            core.run(plan, at, at, count, 0, scale, part, segment, counts, 0)
         else:
-            done(*core.run_told(plan, at, at, count, 0, scale, part, segment, counts))
+            done(*core.run_told(plan, at, at, count, 0, scale, part, segment, counts, 0))
         return None
 
     def all_reduce_future(
@@ -350,7 +352,7 @@ class Communicator:
         segment = self._segment_of(tensor, move) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
         counts = 0 if norms is None else norms.address
-        call = (plan, at, at, count, 0, scale, part, segment, counts)
+        call = (plan, at, at, count, 0, scale, part, segment, counts, 0)
         self._promise(future, tensor, call, done, norms)
 
     def _measuring(self, tensor: Tensor, norms: Norms | None, done: Done | None) -> Done | None:
@@ -431,7 +433,7 @@ class Communicator:
         used = coding(1.0)
         plan = enums.plan("all_reduce", tensor.dtype, "mean", "encoded", layout.checksum)
         at = tensor.data_ptr()
-        call = (plan, used.address, at, tensor.numel(), 0, scale, part, NOT_SHARED, 0)
+        call = (plan, used.address, at, tensor.numel(), 0, scale, part, NOT_SHARED, 0, 0)
 
         def told(total: float, account: Account | None) -> None:
             settle(used)
@@ -478,7 +480,7 @@ class Communicator:
             algorithm = "two_shot"
         plan = enums.plan("all_gather", torch.uint8, "sum", algorithm, layout.checksum)
         at = messages[0].data_ptr()
-        call = (plan, message.data_ptr(), at, nbytes, 0, 1.0, weights.ORDINARY, NOT_SHARED, 0)
+        call = (plan, message.data_ptr(), at, nbytes, 0, 1.0, weights.ORDINARY, NOT_SHARED, 0, 0)
         if here:
             self._core.run(*call)
             finish(messages)
@@ -535,6 +537,7 @@ class Communicator:
         async_op: bool = False,
         *,
         scale: float = 1.0,
+        update: _C.Update | None = None,
     ) -> Work | None:
         """``output`` becomes the rank's part of the reduction over all ranks' ``input``.
 
@@ -543,6 +546,8 @@ class Communicator:
                 rank's own part of ``input``, otherwise they must not overlap.
             input: contiguous, ``world_size`` equal parts in rank order.
             op, async_op, scale: as for :meth:`all_reduce`.
+            update: done with ``output``, in the same loop over memory where ranks share it; of a
+                call that is not asynchronous, on the CPU.
         """
         assert isinstance(input, Tensor) and isinstance(output, Tensor)
         _check_pair("input", input, "output", output, self.world_size)
@@ -562,8 +567,13 @@ class Communicator:
             )
         if self._core is None or not output.is_cpu:
             self._refuse_if_deterministic("the process group")
-            return self._group.reduce_scatter(output, input, op, async_op, scale)
-        return self._call("reduce_scatter", input, output, output, async_op, op=op, scale=scale)
+            work = self._group.reduce_scatter(output, input, op, async_op, scale)
+            if update is not None:
+                update.run(enums.DTYPE[output.dtype], output.data_ptr(), output.numel())
+            return work
+        return self._call(
+            "reduce_scatter", input, output, output, async_op, op=op, scale=scale, update=update
+        )
 
     @arrays.accepted
     def all_gather(
@@ -775,6 +785,7 @@ class Communicator:
         op: str = "sum",
         root: int = 0,
         scale: float = 1.0,
+        update: _C.Update | None = None,
     ) -> Work | None:
         core = self._core
         assert core is not None
@@ -796,6 +807,7 @@ class Communicator:
             weights.ORDINARY,
             segment,
             0,
+            0 if update is None else update.address,
         )
         if async_op:
             return self._submit(call, input, output)

@@ -245,13 +245,13 @@ class ParameterServer(Optimizer):
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
             self._launch(async_op=True)
 
-    def _launch(self, async_op: bool) -> None:
+    def _launch(self, async_op: bool, update: _C.Update | None = None) -> None:
         """The next bucket's gradients go to those who serve them."""
         bucket = self._buckets[self._launched]
         scale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
         bucket.reduced = True
         bucket.work = self._communicator.reduce_scatter(
-            bucket.own_gradients, bucket.gradients, "mean", async_op, scale=scale
+            bucket.own_gradients, bucket.gradients, "mean", async_op, scale=scale, update=update
         )
         self._launched += 1
 
@@ -284,6 +284,9 @@ class ParameterServer(Optimizer):
         """All that is to be reduced has been."""
         while self._launched < len(self._buckets):
             self._launch(async_op=False)
+        self._wait()
+
+    def _wait(self) -> None:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -352,48 +355,44 @@ class ParameterServer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._finish()
-        # Who has used what; and nobody changes anything before all have got their gradients.
+        self._wait()
+        # Who has used what; and nobody changes anything before all have come here.
         self._communicator.all_reduce(self._used, "max")
         used = self._used.tolist()
         for index, flag in enumerate(used):
             self._steps[index] += flag
+        for number, bucket in enumerate(self._buckets):
+            rule = self._rules[bucket.group]
+            update = None if rule is None else self._update(bucket, rule, used)
+            if number == self._launched:
+                self._launch(async_op=False, update=update)
+            elif update is not None:
+                at = bucket.own_gradients
+                update.run(enums.DTYPE[at.dtype], at.data_ptr(), at.numel())
         if self._inner is not None:
             self._step_inner(used)
         for bucket in self._buckets:
-            rule = self._rules[bucket.group]
-            if rule is not None:
-                self._step_bucket(bucket, rule, used)
             self._communicator.all_gather(bucket.weights, bucket.own_weights)
         torch.autograd.graph.increment_version(self._parameters)
         return loss
 
-    def _step_bucket(self, bucket: Bucket, rule: Rule, used: list[int]) -> None:
-        """This rank's shard, in as few runs as there are numbers of steps."""
+    def _update(self, bucket: Bucket, rule: Rule, used: list[int]) -> _C.Update:
+        """Of this rank's shard, in as few runs as there are numbers of steps."""
         group = self.param_groups[bucket.group]
+        runs: list[tuple[int, int, int]] = []  # begin, end, number of the step
+        for piece in bucket.pieces:
+            if used[piece.index]:
+                step, place = self._steps[piece.index], piece.place
+                begin = place.start
+                if runs and runs[-1][1:] == (begin, step):
+                    begin = runs.pop()[0]
+                runs.append((begin, place.stop, step))
         names = rule.moments(group)
-        moments: list[Tensor | None] = [bucket.moment(name) for name in names]
-        moments += [None] * (2 - len(names))
-        begin = 0
-        while begin < len(bucket.pieces):
-            first = bucket.pieces[begin]
-            alike = (used[first.index], self._steps[first.index])
-            end = begin + 1
-            while end < len(bucket.pieces):
-                index = bucket.pieces[end].index
-                if (used[index], self._steps[index]) != alike:
-                    break
-                end += 1
-            last = bucket.pieces[end - 1]
-            if used[first.index]:
-                run = slice(first.offset, last.offset + last.end - last.begin)
-                master, moment, square = (
-                    None if each is None else each[run] for each in (bucket.master, *moments)
-                )
-                rates = rule.rates(group, self._steps[first.index], self._clip)
-                gradient, weight = bucket.own_gradients[run], bucket.own_weights[run]
-                _step(rates, gradient, weight, master, moment, square)
-            begin = end
+        state = [bucket.own_weights, bucket.master, *(bucket.moment(name) for name in names)]
+        at = [0 if each is None else each.data_ptr() for each in state] + [0] * (2 - len(names))
+        return _C.Update(
+            [(begin, end, rule.rates(group, step, self._clip)) for begin, end, step in runs], *at
+        )
 
     def _make_inner(self) -> Optimizer | None:
         """The optimizer itself, of those pieces that the kernels do not step, if any."""
@@ -597,18 +596,3 @@ class ParameterServer(Optimizer):
 def _is_whole(name: str, value: Any) -> bool:
     """Whether an entry of a parameter's state has an element for each of the parameter's."""
     return isinstance(value, Tensor) and name != "step" and value.dim() > 0
-
-
-def _step(
-    rates: _C.Rates,
-    gradient: Tensor,
-    weight: Tensor,
-    master: Tensor | None,
-    moment: Tensor | None,
-    square: Tensor | None,
-) -> None:
-    at = [0 if each is None else each.data_ptr() for each in (master, moment, square)]
-    dtype = enums.DTYPE[weight.dtype]
-    _C.step(
-        rates, dtype, gradient.data_ptr(), weight.data_ptr(), at[0], at[1], at[2], weight.numel()
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 import io
 import math
 from typing import Any
@@ -391,3 +393,63 @@ def refused(_: dict[str, Any]) -> None:
 
 def test_what_cannot_be_is_refused(pool):
     pool(2).run(refused)
+
+
+def resident() -> int:
+    """Bytes of this process, of shared memory its part."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/smaps_rollup") as lines:
+        [line] = [line for line in lines if line.startswith("Pss:")]
+    return int(line.split()[1]) << 10
+
+
+def memory(way: str, kind: str) -> tuple[int, int]:
+    """What weights, gradients and optimizer need after some steps; and what tensors hold of it."""
+    needed(way, kind, 80_000)  # what is needed once
+    return needed(way, kind, ELEMENTS)
+
+
+def needed(way: str, kind: str, elements: int) -> tuple[int, int]:
+    dist.barrier()
+    empty = resident()
+    weights = [nn.Parameter(torch.full((elements // 8,), 0.5)) for _ in range(8)]
+    cls, options, _ = OPTIMIZERS[kind]
+    optimizer: torch.optim.Optimizer
+    if way == "server":
+        optimizer = ParameterServer(weights, cls, timeout=TIMEOUT, **options)
+    else:
+        optimizer = cls(weights, **options, fused=True)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        for each in weights:
+            (each * 2.0).sum().backward()
+        optimizer.step()
+    gc.collect()
+    dist.barrier()
+    used = resident() - empty
+    dist.barrier()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    tensors += [each.grad for each in weights if each.grad is not None]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    if isinstance(optimizer, ParameterServer):
+        optimizer.close()
+    return used, sum(held.values())
+
+
+ELEMENTS = 10_000_000
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("way", "kind", "state"),
+    [("server", "adam", 2), ("server", "momentum", 1), ("plain", "adam", 2)],
+    ids=["server-adam", "server-momentum", "plain-adam"],
+)
+def test_memory_is_that_of_the_formula(ranks, world, way, kind, state):
+    """In units of the model: weights and gradients, and the state or a rank's part of it."""
+    model = 4 * ELEMENTS
+    wanted = model * (2 + state / (world if way == "server" else 1))
+    found = ranks(world).run(memory, way, kind)
+    for _, held in found:
+        assert held == pytest.approx(wanted, rel=0.03)
+    assert sum(used for used, _ in found) / world == pytest.approx(wanted, rel=0.03)
