@@ -507,3 +507,75 @@ def _root_of_sum(sums: list[float]) -> float:
     # Rounds to even. A float times a power of two is exact here.
     parts = sum(round(math.ldexp(each, -unit)) for each in sums)
     return math.sqrt(math.ldexp(float(parts), unit))
+
+
+def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """a b + c of float32, rounded once (but for what float64 rounds before: one in 2^29)."""
+    b = b if isinstance(b, Tensor) else torch.tensor(b, dtype=torch.float32)
+    return (a.double() * b.double() + c.double()).float()
+
+
+def _float(value: float) -> float:
+    """Rounded to float32."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def sgd(
+    weight: Tensor,
+    gradient: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """A step of torch.optim.SGD in float32: the new weight, and the new buffer if there is
+    momentum. ``momentum_buffer`` is None in the first step."""
+    if weight_decay:
+        gradient = _fma(weight, weight_decay, gradient)
+    if momentum:
+        if momentum_buffer is None:
+            momentum_buffer = gradient
+        else:
+            kept = momentum_buffer * torch.tensor(momentum, dtype=torch.float32)
+            momentum_buffer = _fma(gradient, 1 - dampening, kept)
+        gradient = _fma(momentum_buffer, momentum, gradient) if nesterov else momentum_buffer
+    return _fma(gradient, -lr, weight), momentum_buffer
+
+
+def adam(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step of torch.optim.Adam or AdamW (``decoupled``) in float32, the ``step``-th from 1 on:
+    the new weight and moments. Roots are the nearest float32."""
+    beta1, beta2 = betas
+    if weight_decay and decoupled:
+        weight = weight * torch.tensor(1 - lr * weight_decay, dtype=torch.float32)
+    elif weight_decay:
+        gradient = _fma(weight, weight_decay, gradient)
+    fresh = _float(1 - beta1)
+    distance = gradient - exp_avg
+    if fresh < 0.5:
+        exp_avg = _fma(distance, fresh, exp_avg)
+    else:
+        exp_avg = _fma(distance, _float(fresh - 1.0), gradient)
+    kept = exp_avg_sq * torch.tensor(beta2, dtype=torch.float32)
+    scaled = torch.tensor(1 - beta2, dtype=torch.float32) * gradient
+    exp_avg_sq = _fma(scaled, gradient, kept)
+    root = exp_avg_sq.double().sqrt().float()
+    correction = torch.tensor((1 - beta2**step) ** 0.5, dtype=torch.float32)
+    scale = root / correction + torch.tensor(eps, dtype=torch.float32)
+    rate = torch.tensor(-lr / (1 - beta1**step), dtype=torch.float32)
+    return weight + rate * exp_avg / scale, exp_avg, exp_avg_sq
