@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fastreduce import _C, enums, norms
 from fastreduce.accumulation import is_dense
 from fastreduce.communicator import Communicator, Work
-from fastreduce.errors import UnsynchronizedError
+from fastreduce.errors import CommunicatorError, UnsynchronizedError
 from fastreduce.grad_norm import GradientNorm, agree
 from fastreduce.norms import Norms
 from fastreduce.rules import Rule, rule_of
@@ -35,6 +35,11 @@ BUCKET_BYTES = 25 << 20
 _UNIT = 1024  # elements: what a rank serves begins with one of norm.h's units
 _NARROW = (torch.float16, torch.bfloat16)
 MASTER = "master"
+_WHOLE = "Parameters and optimizer state are those of before this step."
+_TORN = (
+    "Parameters and optimizer state are partly of before that step and partly new: load a "
+    "checkpoint into a new server."
+)
 
 
 @dataclass
@@ -183,6 +188,7 @@ class ParameterServer(Optimizer):
         self._synchronises = True
         self._passes = 0
         self._clip = 1.0
+        self._torn = False  # a step has failed in the middle
         self._grad_norm: GradientNorm | None = None
         self._scaler: GradScaler | None = None
         for bucket in self._buckets:
@@ -350,20 +356,39 @@ class ParameterServer(Optimizer):
         """Updates what this rank serves, and gets from the others what they serve. Collective.
 
         Parameters that no rank has used since ``zero_grad()`` are left as they are.
+
+        Raises:
+            CommunicatorError: a peer has died, or does not come. Its text says whether parameters
+                are those of before. Where some are not, the server refuses further steps, and to
+                be saved.
         """
+        self._refuse_torn()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._wait()
-        # Who has used what; and nobody changes anything before all have come here.
-        self._communicator.all_reduce(self._used, "max")
-        used = self._used.tolist()
+        updating = False
+        try:
+            self._wait()
+            # Who has used what; and nobody changes anything before all have come here.
+            self._communicator.all_reduce(self._used, "max")
+            updating = True
+            self._update(self._used.tolist())
+        except BaseException as error:
+            self._torn = updating
+            if isinstance(error, CommunicatorError):
+                error.args = (f"{error} {_TORN if updating else _WHOLE}",)
+            raise
+        torch.autograd.graph.increment_version(self._parameters)
+        return loss
+
+    def _update(self, used: list[int]) -> None:
+        """Of all parameters, and everywhere."""
         for index, flag in enumerate(used):
             self._steps[index] += flag
         for number, bucket in enumerate(self._buckets):
             rule = self._rules[bucket.group]
-            update = None if rule is None else self._update(bucket, rule, used)
+            update = None if rule is None else self._update_of(bucket, rule, used)
             if number == self._launched:
                 self._launch(async_op=False, update=update)
             elif update is not None:
@@ -373,10 +398,8 @@ class ParameterServer(Optimizer):
             self._step_inner(used)
         for bucket in self._buckets:
             self._communicator.all_gather(bucket.weights, bucket.own_weights)
-        torch.autograd.graph.increment_version(self._parameters)
-        return loss
 
-    def _update(self, bucket: Bucket, rule: Rule, used: list[int]) -> _C.Update:
+    def _update_of(self, bucket: Bucket, rule: Rule, used: list[int]) -> _C.Update:
         """Of this rank's shard, in as few runs as there are numbers of steps."""
         group = self.param_groups[bucket.group]
         runs: list[tuple[int, int, int]] = []  # begin, end, number of the step
@@ -436,12 +459,17 @@ class ParameterServer(Optimizer):
             if bucket.master is not None:
                 bucket.own_weights[piece.place] = parameter.detach()
 
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise RuntimeError(f"an earlier step failed. {_TORN}")
+
     # -- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The ordinary state dict of ``optimizer_class`` for all parameters, on every rank:
         collective. It can be loaded by that class, and on another number of ranks. Of 16-bit
         parameters it also holds the float32 copy, as ``master``."""
+        self._refuse_torn()
         packed = super().state_dict()
         state: dict[int, dict[str, Any]] = {}
         for bucket in self._buckets:

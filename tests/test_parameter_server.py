@@ -7,6 +7,7 @@ import ctypes
 import gc
 import io
 import math
+import os
 from typing import Any
 
 import pytest
@@ -453,3 +454,51 @@ def test_memory_is_that_of_the_formula(ranks, world, way, kind, state):
     for _, held in found:
         assert held == pytest.approx(wanted, rel=0.03)
     assert sum(used for used, _ in found) / world == pytest.approx(wanted, rel=0.03)
+
+
+def bereaved(when: str) -> tuple[str, bool]:
+    """Rank 1 dies before its step, or between two buckets of it."""
+    model = build()
+    server = ParameterServer(
+        model.parameters(), torch.optim.Adam, timeout=TIMEOUT, bucket_bytes=600
+    )
+    assert len(server._buckets) > 2
+    gather, gathered = server.communicator.all_gather, []
+
+    def some(*args: Any, **kwargs: Any) -> Any:
+        if len(gathered) == 1:
+            os._exit(9)
+        gathered.append(args)
+        return gather(*args, **kwargs)
+
+    for step in range(2):
+        server.zero_grad()
+        loss_of(model, step, dist.get_rank()).backward()
+        before = copy.deepcopy(model.state_dict())
+        if step == 1 and dist.get_rank() == 1:
+            if when == "before":
+                os._exit(9)
+            server.communicator.all_gather = some  # type: ignore[method-assign]
+        if step == 0:
+            server.step()
+    with pytest.raises(fastreduce.PeerLostError, match="rank 1") as raised:
+        server.step()
+    same = all(same_bits(value, before[name]) for name, value in model.state_dict().items())
+    if when == "before":
+        assert server._torn is False
+    else:
+        for what in (server.step, server.state_dict):
+            with pytest.raises(RuntimeError, match="load a checkpoint"):
+                what()
+    server.__exit__(RuntimeError, None, None)
+    return str(raised.value), same
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_lost_peer_leaves_no_mixture_that_is_believed_in(ranks, when):
+    group = ranks(2)
+    for rank in range(2):
+        group.start(rank, bereaved, when)
+    text, same = group.result(0)
+    assert same == (when == "before")
+    assert ("are those of before" in text) == same and ("partly new" in text) != same
