@@ -166,8 +166,8 @@ class HookState:
             if parameter.requires_grad and name not in ignored
         }
         self._elements = sum(map(elements_of, self._names))
-        if self._norms is not None and any(not each.is_cpu for each in self._names):
-            raise RuntimeError("norms: expected parameters on the CPU")
+        if self._norms is not None:
+            self._refuse_counting_elsewhere()
         if self._compression is not None:
             # Frozen ones, too: DDP's buckets are as they were when it was made.
             self._bucket_names = {each: name for name, each in model.module.named_parameters()}
@@ -292,8 +292,13 @@ class HookState:
         :class:`GradScaler`, which calls this."""
         if not self._count_unused:
             raise ValueError("GradScaler: expected a state with count_unused=True")
+        self._refuse_counting_elsewhere()
         self._scaler = scaler
         self._norms = self._norms or GradientNorms(True)
+
+    def _refuse_counting_elsewhere(self) -> None:
+        if any(not each.is_cpu for each in self._names):
+            raise RuntimeError("norms and GradScaler: expected parameters on the CPU")
 
     def averages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's gradient goes through this state."""

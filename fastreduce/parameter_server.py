@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fastreduce import _C, enums, norms
+from fastreduce import _C, enums, norms, weights
 from fastreduce.accumulation import is_dense
-from fastreduce.communicator import Communicator, Work
+from fastreduce.communicator import Communicator, Op, Work
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
 from fastreduce.grad_norm import GradientNorm, agree
 from fastreduce.norms import Norms
@@ -185,6 +185,9 @@ class ParameterServer(Optimizer):
         self._bucket_of = {i: b for b in self._buckets for i, _ in b.members}
         self._inner = self._make_inner()
         self._launched = 0  # buckets, in order
+        self._op: Op = "mean"
+        self._scale = 1.0
+        self._given = weights.Given()
         self._synchronises = True
         self._passes = 0
         self._clip = 1.0
@@ -254,12 +257,35 @@ class ParameterServer(Optimizer):
     def _launch(self, async_op: bool, update: _C.Update | None = None) -> None:
         """The next bucket's gradients go to those who serve them."""
         bucket = self._buckets[self._launched]
-        scale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
+        if not self._launched:
+            self._op, self._scale = self._factors()
         bucket.reduced = True
         bucket.work = self._communicator.reduce_scatter(
-            bucket.own_gradients, bucket.gradients, "mean", async_op, scale=scale, update=update
+            bucket.own_gradients,
+            bucket.gradients,
+            self._op,
+            async_op,
+            scale=self._scale,
+            update=update,
         )
         self._launched += 1
+
+    def _factors(self) -> tuple[Op, float]:
+        """Of this rank's gradients in this step. Collective where weights are given."""
+        op: Op = "mean"
+        scale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
+        if self._given.ever:
+            own, weight = self._given.factors()
+            total = self._communicator.total(weight)
+            op, scale = "sum", scale * own / total if total else 0.0
+        return op, scale
+
+    def weight(self, n: float, reduction: weights.Reduction = "mean") -> None:
+        """How many samples (tokens ...) the next backward pass is over: gradients become the mean
+        over all ranks' samples, as with :meth:`HookState.weight`. On all ranks before every
+        backward pass, or never; weights of accumulated passes add up until ``zero_grad()``."""
+        self._given.forwards = 1
+        self._given.add(float(n), reduction)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -285,6 +311,7 @@ class ParameterServer(Optimizer):
         self._clip = 1.0
         self._grad_norm = None
         self._used.zero_()
+        self._given.sum = None
 
     def _finish(self) -> None:
         """All that is to be reduced has been."""

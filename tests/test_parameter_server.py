@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -502,3 +503,42 @@ def test_a_lost_peer_leaves_no_mixture_that_is_believed_in(ranks, when):
     text, same = group.result(0)
     assert same == (when == "before")
     assert ("are those of before" in text) == same and ("partly new" in text) != same
+
+
+def weighted(_: dict[str, Any], way: str, reduction: str) -> None:
+    """The mean over all samples, however many each rank has; none on some rank; accumulated."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = build()
+    server = serve(way, model.parameters(), torch.optim.SGD, lr=1.0)
+    for step, numbers in enumerate([(1, 3), (0, 2), (5, 5), (0, 0)]):
+        server.zero_grad()
+        before = copy.deepcopy(model)
+        for part in range(2):
+            n = numbers[rank] if part else 2 * numbers[rank]
+            server.weight(n, reduction)
+            loss = loss_of(model, 10 * step + part, rank) * (n if reduction == "sum" else 1)
+            with contextlib.nullcontext() if part else server.no_sync():
+                loss.backward()
+        total = 3 * sum(numbers)
+        losses = [torch.zeros(())]
+        for p in range(ranks):
+            for part in range(2):
+                n = numbers[p] if part else 2 * numbers[p]
+                # Micro-batches of "mean" are added up as they are.
+                factor = n if reduction == "sum" else 3 * numbers[p]
+                losses.append(loss_of(before, 10 * step + part, p) * (factor / max(total, 1)))
+        sum(losses).backward()  # type: ignore[union-attr]
+        server.step()
+        for a, b in zip(model.parameters(), before.parameters(), strict=True):
+            expected = b.detach() if b.grad is None else b.detach() - b.grad
+            assert torch.allclose(a, expected, rtol=1e-5, atol=1e-6), f"step {step}"
+    server.zero_grad()
+    with pytest.raises(ValueError, match=r"weight\(n\) was called"):
+        server.step()
+    server.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights(pool, way, reduction):
+    pool(2).run(weighted, way, reduction)
