@@ -116,17 +116,18 @@ class Norms {
  public:
   using Ends = std::vector<std::uint64_t>;
 
-  Norms(Ends ends, int blocks, std::uint64_t first)
-      : ends_(std::move(ends)), norms_(ends_.size() * blocks) {
+  Norms(Ends ends, int blocks)
+      : ends_(std::move(ends)), blocks_(blocks), norms_(ends_.size() * blocks) {
     if (blocks < 1 || blocks > kMaxBlocks) throw std::invalid_argument("blocks: out of range");
     if (ends_.empty() || !std::is_sorted(ends_.begin(), ends_.end()))
       throw std::invalid_argument("ends: expected at least one, in ascending order");
-    measure_ = {ends_.data(), ends_.size(), norms_.data(), first};
+    measure_ = {ends_.data(), ends_.size(), norms_.data()};
   }
   Norms(const Norms&) = delete;
   Norms& operator=(const Norms&) = delete;
 
   const Measure& measure() const { return measure_; }
+  int blocks() const { return blocks_; }
   // All blocks' together, in the first one's place.
   const std::vector<Norm>& merge() {
     for (std::size_t i = ends_.size(); i < norms_.size(); ++i) {
@@ -143,6 +144,7 @@ class Norms {
 
  private:
   Ends ends_;
+  int blocks_;
   std::vector<Norm> norms_;
   Measure measure_;
 };
@@ -170,9 +172,16 @@ class UpdateOf {
   Update update_;
 };
 
-Use use_of(Address norms, Address update) {
-  return {norms == 0 ? nullptr : &reinterpret_cast<Norms*>(norms)->measure(),
-          update == 0 ? nullptr : &reinterpret_cast<UpdateOf*>(update)->update()};
+Use use_of(const HostCommunicator& communicator, Address norms, Address update) {
+  Use use;
+  if (norms != 0) {
+    const auto& counts = *reinterpret_cast<const Norms*>(norms);
+    if (counts.blocks() < communicator.blocks())
+      throw std::invalid_argument("norms: made for fewer threads than the communicator has");
+    use.measure = &counts.measure();
+  }
+  if (update != 0) use.update = &reinterpret_cast<const UpdateOf*>(update)->update();
+  return use;
 }
 
 // Why a communicator could not be made, as far as it is not what a signal handler raised.
@@ -267,8 +276,7 @@ PYBIND11_MODULE(_C, m) {
           py::call_guard<py::gil_scoped_release>());
 
   py::class_<Norms>(m, "Norms")
-      .def(py::init<Norms::Ends, int, std::uint64_t>(), py::arg("ends"), py::arg("blocks") = 1,
-           py::arg("first") = 0)
+      .def(py::init<Norms::Ends, int>(), py::arg("ends"), py::arg("blocks") = 1)
       .def_property_readonly("address",
                              [](const Norms& self) { return reinterpret_cast<Address>(&self); })
       .def("clear", &Norms::clear)
@@ -287,8 +295,9 @@ PYBIND11_MODULE(_C, m) {
       .def("add", [](Norms& self, Address from) { self.add(reinterpret_cast<const Norm*>(from)); })
       .def("values", [](Norms& self) {
         py::list values;
+        const std::vector<Norm>& norms = self.merge();
         for (std::size_t s = 0; s < self.sections(); ++s) {
-          const Norm& norm = self.merge()[s];
+          const Norm& norm = norms[s];
           values.append(py::make_tuple(norm.part[0], norm.part[1], norm.part[2], norm.top,
                                        bits_double(norm.most), norm.nonfinite));
         }
@@ -407,7 +416,7 @@ PYBIND11_MODULE(_C, m) {
              call.segment = segment;
              uninterrupted([&] {
                self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
-                        check_signals, nullptr, use_of(norms, update));
+                        check_signals, nullptr, use_of(self, norms, update));
                return true;
              });
            })
@@ -421,7 +430,7 @@ PYBIND11_MODULE(_C, m) {
              const double total = uninterrupted([&] {
                return self.run(call, reinterpret_cast<const void*>(in),
                                reinterpret_cast<void*>(out), check_signals, &account,
-                               use_of(norms, update));
+                               use_of(self, norms, update));
              });
              return std::make_pair(total, as_tuple(account));
            })
@@ -433,7 +442,7 @@ PYBIND11_MODULE(_C, m) {
              call.segment = segment;
              py::gil_scoped_release release;
              return self.submit(call, reinterpret_cast<const void*>(in),
-                                reinterpret_cast<void*>(out), notify, use_of(norms, update));
+                                reinterpret_cast<void*>(out), notify, use_of(self, norms, update));
            })
       .def("record", &HostCommunicator::record)
       .def_property_readonly("blocks", &HostCommunicator::blocks)

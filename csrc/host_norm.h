@@ -112,14 +112,13 @@ class Gauge {
   Gauge(const Measure& measure, int block)
       : ends_(measure.ends),
         sections_(measure.sections),
-        norms_(measure.norms + static_cast<std::size_t>(block) * measure.sections),
-        first_(measure.first) {}
+        norms_(measure.norms + static_cast<std::size_t>(block) * measure.sections) {}
 
   // Elements `index` to `index + n` of the call's tensor, all in one unit. `counted`, if they have
   // been.
   template <class T>
   void unit(const T* values, std::size_t index, std::size_t n, const Counted* counted = nullptr) {
-    const std::uint64_t begin = first_ + index;
+    const std::uint64_t begin = index;
     if (section_ >= sections_ || begin < start()) section_ = 0;
     while (section_ < sections_ && ends_[section_] <= begin) ++section_;
     for (std::size_t done = 0; done < n && section_ < sections_;) {
@@ -202,7 +201,6 @@ class Gauge {
   const std::uint64_t* ends_;
   std::size_t sections_;
   Norm* norms_;
-  std::uint64_t first_;
   std::size_t section_ = 0;  // of the last unit
 };
 

@@ -45,7 +45,8 @@ void step_serial(const Rates& rates, const Shard<T>& shard, std::size_t n) {
     with(rates.decay != 0, [&](auto decays) {
       const auto run = [&](auto remembers, auto first, auto nesterov) {
         step_each(shard, n, in.scale, [=](A g, A w, std::size_t i) {
-          return step_sgd<decays, remembers, first, nesterov>(in, g, w, moment + i);
+          A* const m = decltype(remembers)::value ? moment + i : nullptr;
+          return step_sgd<decays, remembers, first, nesterov>(in, g, w, m);
         });
       };
       if (rates.momentum == 0) return run(std::false_type{}, std::false_type{}, std::false_type{});
@@ -71,13 +72,14 @@ void step_serial(const Rates& rates, const Shard<T>& shard, std::size_t n) {
 // Elements `index` to `index + n` of a shard, whose gradients lie at `gradient`.
 template <class T>
 void update_serial(const Update& update, const T* gradient, std::size_t index, std::size_t n) {
-  Shard<T> shard(update.base);
-  shard.gradient = gradient - index;
   for (std::size_t k = 0; k < update.runs; ++k) {
     const Update::Run& run = update.run[k];
     const std::size_t begin = run.begin < index ? index : run.begin;
     const std::size_t end = run.end < index + n ? run.end : index + n;
-    if (begin < end) step_serial(run.rates, shard.from(begin), end - begin);
+    if (begin >= end) continue;
+    Shard<T> shard = Shard<T>(update.base).from(begin);
+    shard.gradient = gradient + (begin - index);
+    step_serial(run.rates, shard, end - begin);
   }
 }
 

@@ -27,8 +27,7 @@ struct Norm {
 struct Measure {
   const std::uint64_t* ends = nullptr;  // of the sections, in elements
   std::size_t sections = 0;
-  Norm* norms = nullptr;    // for every block one of every section; what is there is added to
-  std::uint64_t first = 0;  // the tensor's first element, among those of the sections
+  Norm* norms = nullptr;  // for every block one of every section; what is there is added to
 };
 
 inline namespace FR_ISA {

@@ -71,10 +71,9 @@ struct Shard {
         master(static_cast<A*>(at.master)),
         moment(static_cast<A*>(at.moment)),
         square(static_cast<A*>(at.square)) {}
-  // From an element on.
+  // From an element on, but for the gradient.
   FR_FN Shard from(std::size_t i) const {
     Shard later = *this;
-    later.gradient += i;
     later.parameter += i;
     if (master != nullptr) later.master += i;
     if (moment != nullptr) later.moment += i;

@@ -83,9 +83,9 @@ class WireCoding:
 
 class Norms:
     """What calls of one rank have measured: csrc/norm.h. ``ends`` are those of the sections, in
-    elements; ``first`` is a tensor's first element among those."""
+    elements; one call at a time."""
 
-    def __init__(self, ends: Sequence[int], blocks: int = 1, first: int = 0) -> None: ...
+    def __init__(self, ends: Sequence[int], blocks: int = 1) -> None: ...
     @property
     def address(self) -> int:
         """The ``norms`` of a call."""

@@ -537,7 +537,7 @@ class Communicator:
         async_op: bool = False,
         *,
         scale: float = 1.0,
-        update: _C.Update | None = None,
+        _update: _C.Update | None = None,
     ) -> Work | None:
         """``output`` becomes the rank's part of the reduction over all ranks' ``input``.
 
@@ -546,10 +546,10 @@ class Communicator:
                 rank's own part of ``input``, otherwise they must not overlap.
             input: contiguous, ``world_size`` equal parts in rank order.
             op, async_op, scale: as for :meth:`all_reduce`.
-            update: done with ``output``, in the same loop over memory where ranks share it; of a
-                call that is not asynchronous, on the CPU.
         """
         assert isinstance(input, Tensor) and isinstance(output, Tensor)
+        # Done with the output, in the same loop over memory where ranks share it.
+        assert _update is None or (op in ("sum", "mean") and not async_op and output.is_cpu)
         _check_pair("input", input, "output", output, self.world_size)
         _number("dtype", enums.DTYPE, output.dtype)
         _number("op", enums.OP, op)
@@ -568,11 +568,11 @@ class Communicator:
         if self._core is None or not output.is_cpu:
             self._refuse_if_deterministic("the process group")
             work = self._group.reduce_scatter(output, input, op, async_op, scale)
-            if update is not None:
-                update.run(enums.DTYPE[output.dtype], output.data_ptr(), output.numel())
+            if _update is not None:
+                _update.run(enums.DTYPE[output.dtype], output.data_ptr(), output.numel())
             return work
         return self._call(
-            "reduce_scatter", input, output, output, async_op, op=op, scale=scale, update=update
+            "reduce_scatter", input, output, output, async_op, op=op, scale=scale, update=_update
         )
 
     @arrays.accepted

@@ -124,6 +124,7 @@ class HookState:
         # The pass under way.
         self._pass = _Pass()
         self._passes = 0  # that have been averaged
+        self._fresh = 0  # likewise; never goes back
         self._lock = threading.Lock()
         self._checked = 0
         self._steps: deque[StepStats] = deque(maxlen=_KEPT_STEPS)
@@ -168,9 +169,9 @@ class HookState:
         self._elements = sum(map(elements_of, self._names))
         if self._norms is not None:
             self._refuse_counting_elsewhere()
+        # Frozen ones, too: DDP's buckets are as they were when it was made.
+        self._bucket_names = {each: name for name, each in model.module.named_parameters()}
         if self._compression is not None:
-            # Frozen ones, too: DDP's buckets are as they were when it was made.
-            self._bucket_names = {each: name for name, each in model.module.named_parameters()}
             shapes = {name: each.shape for each, name in self._names.items()}
             device = next((each.device for each in self._names), torch.device("cpu"))
             self._compression.connect(self._communicator, shapes, device)
@@ -293,6 +294,11 @@ class HookState:
         if not self._count_unused:
             raise ValueError("GradScaler: expected a state with count_unused=True")
         self._refuse_counting_elsewhere()
+        if any(each.dtype == torch.float16 for each in self._names):
+            raise ValueError(
+                "GradScaler: expected no float16 parameters, whose unscaled gradients would be "
+                "rounded to 0 (ParameterServer updates them in float32)"
+            )
         self._scaler = scaler
         self._norms = self._norms or GradientNorms(True)
 
@@ -328,7 +334,8 @@ class HookState:
             raise RuntimeError(f"none_if_empty: expected gradients on the CPU, got {buffer.device}")
         note = self._note(current, buffer)
         if current.norms is not None:
-            sections = [(self._names[each], elements_of(each)) for each in bucket.parameters()]
+            members = bucket.parameters()
+            sections = [(self._bucket_names[each], elements_of(each)) for each in members]
             current.norms.enter(buffer, sections)
         if note is not None and current.whole and not current.joined:
             current.stats.end_backward()  # but for what reduces: every gradient is there
@@ -471,6 +478,7 @@ class HookState:
             current.averaged += gradient.numel()
             if current.whole and current.averaged == current.elements:
                 self._passes += 1
+                self._fresh += 1
                 if self._norms is not None and current.norms is not None:
                     if not self.communicator.shared_memory:
                         current.norms.sum(current.loss_scale)
@@ -503,6 +511,7 @@ class HookState:
         self.communicator.all_reduce(gradient, scale=current.scale, weight=current.weight)
         if begins:
             self._passes += 1
+            self._fresh += 1
 
     def _enter(self, elements: int, last: bool, joined: bool | None = None) -> "_Pass":
         """The pass to which so many more elements belong."""
@@ -518,8 +527,9 @@ class HookState:
             current.joined = joined
             current.scale, current.weight = self._factors(joined)
             if self._scaler is not None:
-                current.loss_scale = self._scaler.get_scale()
-                current.scale /= current.loss_scale
+                scale = self._scaler.get_scale()
+                current.loss_scale = math.nan if joined else scale
+                current.scale /= scale
                 if not self.communicator.shared_memory:  # else when the norms are brought together
                     own = torch.tensor([current.loss_scale], dtype=torch.float64)
                     every = own.repeat(self.communicator.world_size)
@@ -692,13 +702,13 @@ class HookState:
 
     def newer_than(self, passes: int) -> int:
         """How many passes have been averaged; raises if it is not more than that."""
-        if self._passes == passes:
+        if self._fresh == passes:
             raise UnsynchronizedError(
                 "the gradients of this step have not been averaged over the ranks: no backward "
                 "pass of the DDP model since the last step was synchronised (was its inner module "
                 "called, or every pass under no_sync()?)"
             )
-        return self._passes
+        return self._fresh
 
     def check(self, optimizer: Optimizer) -> RemovableHandle:
         """Makes every ``optimizer.step()`` call :meth:`check_synchronized` before it changes
@@ -708,7 +718,7 @@ class HookState:
             TypeError: ``optimizer`` only wraps one (Accelerate's), and has no hooks of its own.
         """
 
-        seen = self._passes  # by this optimizer
+        seen = self._fresh  # by this optimizer
 
         def look() -> None:
             nonlocal seen
@@ -896,7 +906,8 @@ class HookState:
         else:
             self._compression.load_state_dict(compressions, self._by_name())
         self._loss_scale = state["loss_scale"]
-        self._passes = self._checked = state["passes"]
+        self._passes = state["passes"]
+        self._checked = self._fresh
         self._given.load(state)
         self._used = {
             name: saved[name]["used"] for name in self._names.values() if saved[name]["used"]

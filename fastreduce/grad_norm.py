@@ -38,19 +38,15 @@ class PassNorms:
     def __init__(self, communicator: Communicator, by_parameter: bool) -> None:
         self._communicator = communicator
         self._by_parameter = by_parameter
-        self._all = self._make(None)
+        # Each bucket has counts of its own: several threads complete buckets.
         self._buckets: list[tuple[list[str], Norms]] = []
         self._uncounted: dict[int, Norms] = {}  # by a bucket's address
 
-    def _make(self, sections: Sequence[int] | None) -> Norms:
-        return Norms(sections, _threads=self._communicator.threads)
-
     def enter(self, bucket: Tensor, parameters: Sequence[tuple[str, int]]) -> None:
         """A bucket is going to be averaged: its parameters' names and elements, in order."""
-        norms = self._all
-        if self._by_parameter:
-            norms = self._make([count for _, count in parameters])
-            self._buckets.append(([name for name, _ in parameters], norms))
+        sections = [count for _, count in parameters] if self._by_parameter else None
+        norms = Norms(sections, _threads=self._communicator.threads)
+        self._buckets.append(([name for name, _ in parameters], norms))
         self._uncounted[_address(bucket)] = norms
 
     def take(self, bucket: Tensor) -> Norms | None:
@@ -75,27 +71,27 @@ class PassNorms:
         Raises:
             RuntimeError: the ranks have unscaled by different loss scales.
         """
-        agree(self._communicator.sum_norms(*self._counted(), told=loss_scale))
+        agree(self._communicator.sum_norms(*(norms for _, norms in self._buckets), told=loss_scale))
 
     def result(self) -> GradientNorm:
         """After :meth:`sum`."""
         parameters: dict[str, Norm] = {}
-        for names, norms in self._buckets:
+        for names, norms in self._buckets if self._by_parameter else ():
             parameters |= dict(zip(names, norms.sections(), strict=True))
-        total = total_of(self._counted())
+        total = total_of(norms for _, norms in self._buckets)
         return GradientNorm(total.norm, total.largest, total.nonfinite, parameters)
-
-    def _counted(self) -> list[Norms]:
-        return [norms for _, norms in self._buckets] if self._by_parameter else [self._all]
 
 
 def agree(loss_scales: Sequence[float]) -> None:
-    """Raises if the ranks' loss scales, in rank order, are not all the same."""
-    for rank, scale in enumerate(loss_scales):
-        if scale != loss_scales[0]:
+    """Raises if the ranks' loss scales, in rank order, are not all the same. NaN is of a rank that
+    has joined, and has none."""
+    told = [(rank, scale) for rank, scale in enumerate(loss_scales) if not math.isnan(scale)]
+    for rank, scale in told:
+        if scale != told[0][1]:
             raise RuntimeError(
-                f"the loss scale differs between the ranks: {loss_scales[0]} on rank 0, {scale} on "
-                f"rank {rank}; have all the same GradScaler, and do all step and update it?"
+                f"the loss scale differs between the ranks: {told[0][1]} on rank {told[0][0]}, "
+                f"{scale} on rank {rank}; have all the same GradScaler, and do all step and update "
+                "it?"
             )
 
 
@@ -130,6 +126,7 @@ class GradientNorms:
             self._known = self._last.result()
         return self._known
 
+    @torch.no_grad()
     def clip(
         self,
         gradients: Iterable[Tensor],
@@ -138,8 +135,11 @@ class GradientNorms:
         error_if_nonfinite: bool,
     ) -> Tensor:
         """See :meth:`HookState.clip_grad_norm`."""
+        gradients = list(gradients)
         if norm_type not in (2.0, math.inf):
             raise ValueError(f"norm_type: expected 2 or inf, got {norm_type}")
+        if norm_type == math.inf and any(each.is_complex() for each in gradients):
+            raise ValueError("norm_type: expected 2 for complex gradients, which count as pairs")
         found = self.value()
         if self._clipped:
             raise RuntimeError("the gradients of the last synchronised pass are clipped already")
@@ -148,7 +148,7 @@ class GradientNorms:
             raise RuntimeError(f"the norm of the gradients is {total}")
         self._clipped = True
         factor = max_norm / (total + 1e-6)
-        if not factor >= 1.0:  # a NaN, too
+        if gradients and not factor >= 1.0:  # a NaN, too
             torch._foreach_mul_(
                 [each._values() if each.is_sparse else each for each in gradients], factor
             )

@@ -11,23 +11,30 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from fastreduce.ddp import HookState
+    from fastreduce.parameter_server import ParameterServer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for a DDP model with fastreduce's hook.
+    """``torch.amp.GradScaler`` for a DDP model with fastreduce's hook, or a ParameterServer.
 
     The reduction multiplies by the inverse of the scale in its accumulator and counts what is not
     finite in the result, which is the same on all ranks: ``unscale_`` and ``step`` read no gradient
     for that, and a step that is skipped is skipped on all ranks. So after ``backward()`` gradients
     are unscaled already, and may be clipped at once, with ``unscale_`` or without. A scale that
-    differs between the ranks is an error of ``backward()``.
+    differs between the ranks is an error of ``backward()``. A pass must not begin with gradients
+    that an earlier one has averaged: accumulate under ``no_sync()``. What overflows skips the steps
+    of all optimizers of the model.
+
+    A server keeps gradients scaled, and divides as it updates; there, different scales are an error
+    of ``step()``.
 
     Args:
-        state: of the model; it counts norms from then on.
+        state: of the model; it counts norms from then on. None of its parameters is float16. Or a
+            server, whose may be.
         kwargs: passed on to ``torch.amp.GradScaler``.
     """
 
-    def __init__(self, state: HookState, **kwargs: Any) -> None:
+    def __init__(self, state: HookState | ParameterServer, **kwargs: Any) -> None:
         super().__init__(**{"device": "cpu", **kwargs})
         self._state = state
         self._seen: dict[int, int] = {}  # synchronised passes, by optimizer
@@ -54,7 +61,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"optimizer: {len(foreign)} of its parameters with a gradient are not averaged by "
                 "the state of this GradScaler"
             )
+        overflowed = float(state.grad_norm.nonfinite > 0)  # of a server collective
         self._seen[id(optimizer)] = state.newer_than(self._seen.get(id(optimizer), 0))
-        overflowed = float(state.grad_norm.nonfinite > 0)
         devices = {each.device for each in used}
         return {device: torch.full((), overflowed, device=device) for device in devices}

@@ -23,7 +23,7 @@ class Norm:
 
     Attributes:
         norm: the square root of the sum of the squares; inf or NaN where an element is, and inf
-            from 2**450 on.
+            from 2**450 on. Magnitudes below 2**-450 count as 0.
         largest: the largest magnitude (the infinity norm); NaN where an element is.
         nonfinite: how many elements are inf or NaN.
     """
@@ -52,8 +52,9 @@ class Norms:
                 raise ValueError(f"sections: expected numbers of elements, got {count}")
             end += count
             ends.append(end)
-        self._counts = _C.Norms(ends or [_EVERYTHING], _threads)
         self._sections = len(ends) or 1
+        self._counts = _C.Norms(ends or [_EVERYTHING], _threads)
+        self._total = _C.Norms(ends or [_EVERYTHING])  # of all ranks
         self._known: list[Norm] | None = None
         self.of_all = False  # this rank has counted all, as has every other one
 
@@ -61,6 +62,7 @@ class Norms:
         """Forgets all."""
         self._counts.clear()
         self._known = None
+        self.of_all = False
 
     def sections(self) -> list[Norm]:
         """Of each section. Once :meth:`Communicator.sum_norms` has brought the ranks' counts
@@ -77,8 +79,10 @@ class Norms:
 
     def measure(self, tensor: Tensor, rank: int, ranks: int, *, of_all: bool = False) -> None:
         """Counts a rank's part of what has been reduced already. ``of_all``: every rank counts the
-        same, and nothing has to be brought together."""
+        same, and nothing has to be brought together. (Not by several threads at once.)"""
         check(tensor)
+        if not tensor.is_contiguous():
+            raise ValueError("norms: expected a contiguous tensor")
         self._known = None
         self.of_all = of_all
         kind, at = enums.DTYPE[tensor.dtype], tensor.data_ptr()
@@ -86,23 +90,31 @@ class Norms:
 
     def saved(self) -> Tensor:
         """This rank's counts: int64, (sections, columns)."""
+        return self._table(self._counts)
+
+    def total(self) -> Tensor:
+        """All ranks' counts likewise."""
+        self.sections()
+        return self._table(self._total)
+
+    def _table(self, counts: _C.Norms) -> Tensor:
         table = torch.empty(self._sections, _COLUMNS, dtype=torch.int64)
-        self._counts.save(table.data_ptr())
+        counts.save(table.data_ptr())
         return table
 
     def settle(self, tables: Iterable[Tensor]) -> None:
-        """The counts are those of all ranks, together."""
-        self._counts.clear()
+        """These are all ranks' counts."""
+        self._total.clear()
         for table in tables:
-            self._counts.add(table.data_ptr())
-        self._known = [_norm_of(*values) for values in self._counts.values()]
+            self._total.add(table.data_ptr())
+        self._known = [_norm_of(*values) for values in self._total.values()]
 
 
 def total_of(norms: Iterable[Norms]) -> Norm:
     """Of all sections of all of them."""
     counts = _C.Norms([_EVERYTHING])
     for each in norms:
-        for row in each.saved():
+        for row in each.total():
             counts.add(row.data_ptr())
     [values] = counts.values()
     return _norm_of(*values)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -103,6 +105,7 @@ class Bucket:
                 self.pieces.append(Piece(index, begin, end, offset + begin - first))
             offset += parameter.numel()
         self.master = self.own_weights.float() if narrow else None
+        self.versions: list[int] = []  # of the parameters, as the last step has left them
         self.moments: dict[str, Tensor] = {}
         self.waiting: set[int] = set()
         self.work: Work | None = None
@@ -114,6 +117,19 @@ class Bucket:
         if is_dense(parameter):
             return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
         return part.view(parameter.shape)
+
+    def adopt(self) -> None:
+        """Where somebody has changed 16-bit parameters, so becomes the copy in float32."""
+        if self.master is not None and self.versions != self._versions():
+            others = self.own_weights != self.master.to(self.own_weights.dtype)
+            self.master[others] = self.own_weights[others].float()
+
+    def leave(self) -> None:
+        """What is done to parameters from now on, somebody else does."""
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for _, parameter in self.members]
 
     def moment(self, name: str) -> Tensor:
         """The shard's state of that name; zeros at first."""
@@ -154,7 +170,8 @@ class ParameterServer(Optimizer):
         kwargs: for ``optimizer_class``.
 
     Raises:
-        ValueError: parameters are complex, sparse, or not on the CPU.
+        ValueError: parameters are complex, sparse, or not on the CPU; the ranks have different
+            ones; or the optimizer does not work element by element.
     """
 
     def __init__(
@@ -168,18 +185,23 @@ class ParameterServer(Optimizer):
         **kwargs: Any,
     ) -> None:
         template = optimizer_class(params, **kwargs)
+        self._built = False
         super().__init__(template.param_groups, template.defaults)
         self._class, self._options = optimizer_class, kwargs
         self._parameters = [each for group in self.param_groups for each in group["params"]]
-        for each in self._parameters:
+        self._rules = [rule_of(optimizer_class, each) for each in self.param_groups]
+        trained = [each for each in self._parameters if each.requires_grad]
+        for each in trained:
             if each.is_complex() or each.layout is not torch.strided or not each.is_cpu:
                 raise ValueError(
                     "params: expected real dense parameters on the CPU, got one of "
                     f"{each.dtype}, {each.layout}, on {each.device}"
                 )
+        self._known = {id(each) for each in trained}
         self._communicator = Communicator(group, timeout)
-        self._rules = [rule_of(optimizer_class, each) for each in self.param_groups]
+        self._compare()
         self._steps = [0] * len(self._parameters)
+        self._remembers = [False] * len(self._parameters)  # what the steps before have left
         self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
         self._buckets = self._fill(bucket_bytes)
         self._bucket_of = {i: b for b in self._buckets for i, _ in b.members}
@@ -189,21 +211,61 @@ class ParameterServer(Optimizer):
         self._scale = 1.0
         self._given = weights.Given()
         self._synchronises = True
-        self._passes = 0
-        self._clip = 1.0
+        self._begun = False  # a synchronised pass
+        self._passes = 0  # since zero_grad() was called
+        self._clip: float | None = None
         self._torn = False  # a step has failed in the middle
         self._grad_norm: GradientNorm | None = None
         self._scaler: GradScaler | None = None
-        for bucket in self._buckets:
-            self._communicator.broadcast(bucket.weights)
-            if bucket.master is not None:
-                bucket.master.copy_(bucket.own_weights)
+        with torch.no_grad():
+            for bucket in self._buckets:
+                self._communicator.broadcast(bucket.weights)
+                if bucket.master is not None:
+                    bucket.master.copy_(bucket.own_weights)
+            for each in self._parameters:
+                if not each.requires_grad:  # the same everywhere, and left alone
+                    value = each.detach().contiguous()
+                    self._communicator.broadcast(value)
+                    each.copy_(value)
+        # Weak: the model holds its hooks.
+        server = weakref.ref(self)
         self._handles: list[RemovableHandle] = [
-            each.register_post_accumulate_grad_hook(self._noting(index))
+            each.register_post_accumulate_grad_hook(_noting(server, index))
             for index, each in enumerate(self._parameters)
             if each.requires_grad
         ]
+        self._built = True
         self.zero_grad()
+
+    def _compare(self) -> None:
+        """All ranks have the same parameters, in the same groups."""
+        own = [
+            (tuple(each.shape), each.stride(), str(each.dtype), each.requires_grad)
+            for each in self._parameters
+        ]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        mine = torch.tensor([zlib.crc32(repr((own, sizes, self._class)).encode())])
+        every = mine.repeat(self._communicator.world_size)
+        self._communicator.all_gather(every, mine)
+        for rank, found in enumerate(every.tolist()):
+            if found != every[0]:
+                self._communicator.close()
+                raise ValueError(
+                    f"params: rank {rank} has other shapes, dtypes, groups or another optimizer "
+                    "than rank 0"
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only when it is made: what serves whom is settled then."""
+        if self._built:
+            raise RuntimeError("add_param_group: make a new ParameterServer")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ParameterServer holds connections to other processes and cannot be pickled or "
+            "deep-copied: save its state_dict()"
+        )
 
     def _fill(self, bucket_bytes: int) -> list[Bucket]:
         """In about the order in which gradients are computed."""
@@ -215,6 +277,8 @@ class ParameterServer(Optimizer):
             filled: dict[torch.dtype, int] = {}
             for index, each in reversed(list(enumerate(group["params"], last))):
                 dtype = each.dtype
+                if not each.requires_grad:
+                    continue
                 if filled.get(dtype, 0) and filled[dtype] + each.nbytes > bucket_bytes:
                     buckets.append(Bucket(self._communicator, number, members.pop(dtype)))
                     filled[dtype] = 0
@@ -225,30 +289,25 @@ class ParameterServer(Optimizer):
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def _noting(self, index: int) -> Callable[[Tensor], None]:
-        def note(parameter: Tensor) -> None:
-            self._note(index, parameter)
-
-        return note
-
-    def _note(self, index: int, parameter: Tensor) -> None:
+    @torch.no_grad()
+    def note(self, index: int, parameter: Tensor) -> None:
         """A gradient has been accumulated."""
         bucket = self._bucket_of[index]
+        if bucket.reduced or (self._begun and index not in bucket.waiting):
+            raise RuntimeError(
+                "another backward pass after a synchronised one: gradients have been averaged "
+                "already, and are spoilt now; call zero_grad(), and accumulate under no_sync()"
+            )
         gradient = bucket.view(bucket.gradients, index, parameter)
         assert parameter.grad is not None
-        if parameter.grad.data_ptr() != gradient.data_ptr():  # somebody has set it to None
-            gradient.copy_(parameter.grad)
+        if parameter.grad.is_sparse or parameter.grad.data_ptr() != gradient.data_ptr():
+            found = parameter.grad.detach()  # somebody has set it to None before
+            gradient.copy_(found.to_dense() if found.is_sparse else found)
             parameter.grad = gradient
-        if not self._used.any():
-            self._passes += 1
         self._used[index] = 1
         if not self._synchronises:
             return
-        if bucket.reduced or index not in bucket.waiting:
-            raise RuntimeError(
-                "a second synchronised backward pass before zero_grad(): gradients have been "
-                "averaged already; accumulate under no_sync()"
-            )
+        self._begun = True
         bucket.waiting.discard(index)
         # In the same order on all ranks, in whatever order they compute.
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
@@ -266,19 +325,17 @@ class ParameterServer(Optimizer):
             self._op,
             async_op,
             scale=self._scale,
-            update=update,
+            _update=update,
         )
         self._launched += 1
 
     def _factors(self) -> tuple[Op, float]:
         """Of this rank's gradients in this step. Collective where weights are given."""
-        op: Op = "mean"
-        scale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
-        if self._given.ever:
-            own, weight = self._given.factors()
-            total = self._communicator.total(weight)
-            op, scale = "sum", scale * own / total if total else 0.0
-        return op, scale
+        if not self._given.ever:
+            return "mean", 1.0
+        own, weight = self._given.factors()
+        total = self._communicator.total(weight)
+        return "sum", own / total if total else 0.0
 
     def weight(self, n: float, reduction: weights.Reduction = "mean") -> None:
         """How many samples (tokens ...) the next backward pass is over: gradients become the mean
@@ -297,29 +354,50 @@ class ParameterServer(Optimizer):
             self._synchronises = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients become zero, and stay where they are, whatever ``set_to_none``."""
+        """Gradients become zero, and stay where they are, whatever ``set_to_none``. Collective
+        where a step is left out after a synchronised backward pass.
+
+        Raises:
+            RuntimeError: parameters have been moved (by ``model.to()``, say) or frozen or unfrozen
+                since the server was made.
+        """
+        self._check_parameters()
+        if self._begun:  # of a step that was left out: on all ranks alike
+            self._finish()
         for bucket in self._buckets:
-            if bucket.work is not None:  # of a step that was left out
-                bucket.work.wait()
             bucket.gradients.zero_()
-            bucket.work, bucket.reduced = None, False
-            bucket.waiting = {i for i, each in bucket.members if each.requires_grad}
+            bucket.reduced = False
+            bucket.waiting = {index for index, _ in bucket.members}
             for index, parameter in bucket.members:
-                if parameter.requires_grad:
-                    parameter.grad = bucket.view(bucket.gradients, index, parameter)
+                parameter.grad = bucket.view(bucket.gradients, index, parameter)
         self._launched = 0
-        self._clip = 1.0
+        self._begun = False
+        self._passes += 1
+        self._clip = None
         self._grad_norm = None
         self._used.zero_()
         self._given.sum = None
+
+    def _check_parameters(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad != (id(parameter) in self._known):
+                raise RuntimeError(
+                    f"parameter {index} was frozen or unfrozen after the ParameterServer was made: "
+                    "make a new one"
+                )
+        for bucket in self._buckets:
+            for index, parameter in bucket.members:
+                view = bucket.view(bucket.weights, index, parameter)
+                if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+                    raise RuntimeError(
+                        f"parameter {index} lies elsewhere than the ParameterServer has put it (by "
+                        "model.to(), or an assignment to .data?): make a new one, or copy into it"
+                    )
 
     def _finish(self) -> None:
         """All that is to be reduced has been."""
         while self._launched < len(self._buckets):
             self._launch(async_op=False)
-        self._wait()
-
-    def _wait(self) -> None:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -336,11 +414,15 @@ class ParameterServer(Optimizer):
             counted = Norms()
             for bucket in self._buckets:
                 counted.measure(bucket.own_gradients, 0, 1)
-            told = 1.0 if self._scaler is None else self._scaler.get_scale()
+            told = self._loss_scale()
             agree(self._communicator.sum_norms(counted, told=told))
             found = norms.total_of([counted])
-            self._grad_norm = GradientNorm(found.norm, found.largest, found.nonfinite)
+            self._grad_norm = GradientNorm(found.norm / told, found.largest / told, found.nonfinite)
         return self._grad_norm
+
+    def _loss_scale(self) -> float:
+        """By which gradients are too large; 16-bit ones could not hold less."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def clip_grad_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -353,6 +435,8 @@ class ParameterServer(Optimizer):
         """
         if norm_type not in (2.0, math.inf):
             raise ValueError(f"norm_type: expected 2 or inf, got {norm_type}")
+        if self._clip is not None:
+            raise RuntimeError("the gradients of this step are clipped already")
         found = self.grad_norm
         total = found.norm if norm_type == 2.0 else found.largest
         if error_if_nonfinite and not math.isfinite(total):
@@ -362,18 +446,18 @@ class ParameterServer(Optimizer):
         return torch.tensor(total)
 
     def unscale_by(self, scaler: GradScaler) -> None:
-        """From the next pass on gradients are divided by a loss scale as they are averaged; see
+        """From now on gradients are divided by a loss scale as they are used; see
         :class:`GradScaler`, which calls this."""
         self._scaler = scaler
 
     def averages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is served."""
-        return any(parameter is each for each in self._parameters)
+        return id(parameter) in self._known
 
     def newer_than(self, passes: int) -> int:
-        """How many steps' gradients there have been; raises if it is not more than that."""
+        """How often gradients have been set to zero; raises if it is not more than that."""
         if self._passes == passes:
-            raise UnsynchronizedError("no backward pass since the last step")
+            raise UnsynchronizedError("no zero_grad() and backward pass since the last step")
         return self._passes
 
     # -- the update -------------------------------------------------------------------------------
@@ -390,13 +474,18 @@ class ParameterServer(Optimizer):
                 be saved.
         """
         self._refuse_torn()
+        self._check_parameters()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         updating = False
+        # What has only been accumulated is averaged and updated in one loop. Else ranks that have
+        # used other parameters have not launched as many buckets: all do before anything else.
+        accumulated = not self._begun and bool(self._used.any())
         try:
-            self._wait()
+            if not accumulated:
+                self._finish()
             # Who has used what; and nobody changes anything before all have come here.
             self._communicator.all_reduce(self._used, "max")
             updating = True
@@ -406,14 +495,22 @@ class ParameterServer(Optimizer):
             if isinstance(error, CommunicatorError):
                 error.args = (f"{error} {_TORN if updating else _WHOLE}",)
             raise
-        torch.autograd.graph.increment_version(self._parameters)
         return loss
 
     def _update(self, used: list[int]) -> None:
         """Of all parameters, and everywhere."""
+        for number, group in enumerate(self.param_groups):
+            rule = rule_of(self._class, group)
+            if (rule is None) != (self._rules[number] is None):
+                raise RuntimeError(
+                    "param_groups: options that the kernels do not know (amsgrad ...) cannot be "
+                    "switched: make a new ParameterServer"
+                )
+            self._rules[number] = rule
         for index, flag in enumerate(used):
             self._steps[index] += flag
         for number, bucket in enumerate(self._buckets):
+            bucket.adopt()
             rule = self._rules[bucket.group]
             update = None if rule is None else self._update_of(bucket, rule, used)
             if number == self._launched:
@@ -425,24 +522,35 @@ class ParameterServer(Optimizer):
             self._step_inner(used)
         for bucket in self._buckets:
             self._communicator.all_gather(bucket.weights, bucket.own_weights)
+        torch.autograd.graph.increment_version(self._parameters)
+        for bucket in self._buckets:
+            bucket.leave()
 
     def _update_of(self, bucket: Bucket, rule: Rule, used: list[int]) -> _C.Update:
         """Of this rank's shard, in as few runs as there are numbers of steps."""
         group = self.param_groups[bucket.group]
-        runs: list[tuple[int, int, int]] = []  # begin, end, number of the step
+        names = rule.moments(group)
+        runs: list[tuple[int, int, int, bool]] = []  # begin, end, number of the step, the first one
         for piece in bucket.pieces:
             if used[piece.index]:
-                step, place = self._steps[piece.index], piece.place
-                begin = place.start
-                if runs and runs[-1][1:] == (begin, step):
+                step, first = self._steps[piece.index], not self._remembers[piece.index]
+                begin, end = piece.place.start, piece.place.stop
+                if runs and runs[-1][1:] == (begin, step, first):
                     begin = runs.pop()[0]
-                runs.append((begin, place.stop, step))
-        names = rule.moments(group)
+                runs.append((begin, end, step, first))
+        for index, _ in bucket.members:
+            if used[index]:
+                self._remembers[index] = bool(names)
         state = [bucket.own_weights, bucket.master, *(bucket.moment(name) for name in names)]
         at = [0 if each is None else each.data_ptr() for each in state] + [0] * (2 - len(names))
-        return _C.Update(
-            [(begin, end, rule.rates(group, step, self._clip)) for begin, end, step in runs], *at
-        )
+        rows = []
+        for begin, end, step, first in runs:
+            rows.append((begin, end, rule.rates(group, step, first, self._factor())))
+        return _C.Update(rows, *at)
+
+    def _factor(self) -> float:
+        """Of the gradients, as they are used."""
+        return (1.0 if self._clip is None else self._clip) / self._loss_scale()
 
     def _make_inner(self) -> Optimizer | None:
         """The optimizer itself, of those pieces that the kernels do not step, if any."""
@@ -479,7 +587,8 @@ class ParameterServer(Optimizer):
             parameter.grad = None
             if used[piece.index]:
                 gradient = bucket.own_gradients[piece.place].to(parameter.dtype)
-                parameter.grad = gradient if self._clip == 1.0 else gradient * self._clip
+                factor = self._factor()
+                parameter.grad = gradient if factor == 1.0 else gradient * factor
         self._inner.step()
         for bucket, piece, parameter in self._pieces():
             parameter.grad = None
@@ -537,7 +646,7 @@ class ParameterServer(Optimizer):
             if self._inner.state[parameter]:
                 scalars.setdefault(piece.index, {})
             for name, value in self._inner.state[parameter].items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
                     if name not in shards:
                         shards[name] = torch.zeros(bucket.count, dtype=value.dtype)
                     shards[name][piece.place] = value
@@ -559,21 +668,7 @@ class ParameterServer(Optimizer):
         Raises:
             ValueError: it is of other groups or parameters; nothing has been changed.
         """
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                f"param_groups: expected {[len(each['params']) for each in self.param_groups]} "
-                f"parameters, got {sizes}"
-            )
-        saved = dict(state_dict["state"])
-        for index, values in saved.items():
-            for name, value in values.items():
-                expected = self._parameters[index].shape
-                if _is_whole(name, value) and value.shape != expected:
-                    raise ValueError(
-                        f"state of parameter {index}: expected {name} of shape {tuple(expected)}, "
-                        f"got {tuple(value.shape)}"
-                    )
+        saved = self._validated(state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._rules = [rule_of(self._class, each) for each in self.param_groups]
         self._inner = self._make_inner()
@@ -581,9 +676,10 @@ class ParameterServer(Optimizer):
             bucket.moments.clear()
             for index, _ in bucket.members:
                 values = saved.get(index, {})
-                # SGD counts none; its first step is the one without momentum.
+                # SGD counts none.
                 kept = any(value is not None for value in values.values())
                 self._steps[index] = int(values["step"]) if "step" in values else int(kept)
+                self._remembers[index] = kept
         for bucket in self._buckets:
             if bucket.master is not None:
                 for piece in bucket.pieces:
@@ -603,13 +699,49 @@ class ParameterServer(Optimizer):
                         shard[piece.place] = self._part(bucket, piece, value)
         if self._inner is not None:
             for bucket, piece, parameter in self._pieces():
+                shape = self._parameters[piece.index].shape
                 self._inner.state[parameter] = {
-                    name: self._part(bucket, piece, value).clone()
-                    if _is_whole(name, value)
+                    name: self._part(bucket, piece, value).to(parameter.dtype)
+                    if _is_whole(name, value, shape)
                     else copy.deepcopy(value)
                     for name, value in saved.get(piece.index, {}).items()
                     if name != MASTER
                 }
+
+    def _validated(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """What is saved of each parameter, by its number here; raises if that does not fit."""
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                f"param_groups: expected {[len(each['params']) for each in self.param_groups]} "
+                f"parameters, got {sizes}"
+            )
+        for number, (given, own) in enumerate(zip(groups, self.param_groups, strict=True)):
+            if missing := sorted(self.defaults.keys() & own.keys() - given.keys()):
+                raise ValueError(f"param_groups: group {number} lacks {missing}")
+        numbers = [number for group in groups for number in group["params"]]
+        index_of = {number: index for index, number in enumerate(numbers)}
+        saved: dict[int, dict[str, Any]] = {}
+        for number, values in state_dict["state"].items():
+            if number not in index_of:
+                raise ValueError(f"state: parameter {number} is in no group")
+            index = index_of[number]
+            shape = self._parameters[index].shape
+            for name, value in values.items():
+                if _is_whole(name, value, shape) and value.shape != shape:
+                    raise ValueError(
+                        f"state of parameter {number}: expected {name} of shape {tuple(shape)}, "
+                        f"got {tuple(value.shape)}"
+                    )
+            bucket = self._bucket_of.get(index)
+            rule = None if bucket is None else self._rules[bucket.group]
+            if bucket is not None and rule is not None and rule.counts_steps:
+                names = {"step", *rule.moments(self.param_groups[bucket.group])}
+                if missing := sorted(names - values.keys()):
+                    raise ValueError(f"state of parameter {number}: {missing} are missing")
+            saved[index] = values
+        return saved
 
     def _part(self, bucket: Bucket, piece: Piece, whole: Tensor) -> Tensor:
         """This rank's part of something of a parameter's shape."""
@@ -648,6 +780,19 @@ class ParameterServer(Optimizer):
         self._communicator.__exit__(kind, error, trace)
 
 
-def _is_whole(name: str, value: Any) -> bool:
+def _is_whole(name: str, value: Any, shape: torch.Size) -> bool:
     """Whether an entry of a parameter's state has an element for each of the parameter's."""
-    return isinstance(value, Tensor) and name != "step" and value.dim() > 0
+    if not isinstance(value, Tensor) or name == "step":
+        return False
+    return value.dim() > 0 or not shape
+
+
+def _noting(server: weakref.ref[ParameterServer], index: int) -> Callable[[Tensor], None]:
+    """For every gradient of a parameter."""
+
+    def note(parameter: Tensor) -> None:
+        found = server()
+        if found is not None:
+            found.note(index, parameter)
+
+    return note

@@ -10,6 +10,7 @@ from fastreduce import _C
 
 _SGD, _ADAM, _ADAMW = range(3)  # csrc/optimizer.h
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
+_WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 class Rule:
@@ -38,15 +39,16 @@ class Rule:
         """Whether torch keeps the number of steps in a parameter's state."""
         return self._kind != _SGD
 
-    def rates(self, group: dict[str, Any], step: int, scale: float) -> _C.Rates:
-        """Of the ``step``-th step, from 1 on, for gradients that are first multiplied."""
+    def rates(self, group: dict[str, Any], step: int, first: bool, scale: float) -> _C.Rates:
+        """Of the ``step``-th step, from 1 on, for gradients that are multiplied before all.
+        ``first``: there is no momentum yet."""
         rates = _C.Rates(self._kind)
         rates.scale, rates.maximize = scale, group["maximize"]
         rate, decay = float(group["lr"]), float(group["weight_decay"])
         if self._kind == _SGD:
             rates.rate, rates.decay = rate, decay
             rates.momentum, rates.dampening = group["momentum"], group["dampening"]
-            rates.nesterov, rates.first = group["nesterov"], step == 1
+            rates.nesterov, rates.first = group["nesterov"], first
             return rates
         beta1, beta2 = (float(beta) for beta in group["betas"])
         rates.rate = rate / (1 - beta1**step)
@@ -57,7 +59,13 @@ class Rule:
 
 
 def rule_of(optimizer: type[Optimizer], group: dict[str, Any]) -> Rule | None:
-    """None where torch has to step: another class, or options that the kernels do not know."""
+    """None where torch has to step: another class, or options that the kernels do not know.
+
+    Raises:
+        ValueError: an optimizer of torch's that does not work element by element.
+    """
+    if optimizer.__name__ in _WHOLE:
+        raise ValueError(f"optimizer_class: {optimizer.__name__} does not work element by element")
     if any(group.get(option) for option in _UNSUPPORTED):
         return None
     if optimizer is SGD:

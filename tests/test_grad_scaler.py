@@ -126,21 +126,44 @@ def test_residuals_are_unscaled(pool, way):
     pool(2).run(with_a_wire, way)
 
 
-def half(_: dict[str, Any]) -> float:
-    """float16 gradients are unscaled in float32, before they are rounded."""
+def half(_: dict[str, Any]) -> None:
+    """What is unscaled would be rounded to float16, and so to 0."""
     ddp = DistributedDataParallel(build(torch.float16))
+    state = fastreduce.attach(ddp, timeout=60)
+    with state, pytest.raises(ValueError, match="no float16 parameters"):
+        fastreduce.GradScaler(state)
+
+
+def test_float16_parameters_are_refused(pool):
+    pool(2).run(half)
+
+
+def joined_and_rolled_back(_: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(build())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     with fastreduce.attach(ddp, timeout=60) as state:
-        scaler = fastreduce.GradScaler(state, init_scale=2.0**12)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        scaler.scale(loss_of(ddp, 0, dist.get_rank())).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return state.grad_norm.norm
+        scaler = fastreduce.GradScaler(state, init_scale=2.0**8, growth_interval=1)
+
+        def step(number: int) -> None:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(ddp, number, rank)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        with ddp.join():
+            for number in range(2 + 2 * rank):  # rank 0 ends before; its scale stays
+                step(number)
+        assert scaler.get_scale() == 2.0 ** (8 + 2 + 2 * rank)
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**8})
+        saved = state.state_dict()
+        step(5)
+        state.load_state_dict(saved)  # one step back, and on
+        step(5)
 
 
-def test_float16_gradients(pool):
-    first, second = pool(2).run(half)
-    assert first == second and 0 < first < 10
+def test_ranks_that_have_joined_and_steps_taken_back(pool):
+    pool(2).run(joined_and_rolled_back)
 
 
 def differing(way: str) -> str:

@@ -107,6 +107,17 @@ def test_order_does_not_matter():
     assert forwards != backwards
 
 
+def test_counts_may_be_brought_together_again():
+    tensor = torch.full((100,), 0.5)
+    norms = Norms()
+    for calls in (1, 2):
+        norms.measure(tensor, 0, 1)
+        for _ in range(2):
+            norms.settle([norms.saved()] * 2)
+            assert norms.sections()[0].norm == pytest.approx(math.sqrt(2 * 25 * calls))
+            assert total_of([norms]).norm == norms.sections()[0].norm
+
+
 def test_what_is_beyond_double():
     tensor = torch.tensor([1e200, 1.0], dtype=torch.float64)
     norms = Norms()
@@ -153,6 +164,8 @@ def test_what_cannot_be_counted_is_refused():
         Norms().measure(torch.ones(3, dtype=torch.int32), 0, 1)
     with pytest.raises(ValueError, match="sections"):
         Norms([3, -1])
+    with pytest.raises(ValueError, match="contiguous"):
+        Norms().measure(torch.ones(1).expand(5), 0, 1)
     with pytest.raises(RuntimeError, match="sum_norms"):
         Norms().sections()
 
@@ -422,6 +435,14 @@ def sparse_and_late(_: dict[str, Any]) -> None:
             gradients = [p.grad.double() for p in uneven.parameters()]
             wanted = torch.nn.utils.get_total_norm(gradients).item()
             assert state.grad_norm.norm == pytest.approx(wanted, rel=1e-12)
+    frozen = DistributedDataParallel(Net(), find_unused_parameters=True)
+    frozen.module.first.bias.requires_grad_(False)
+    with fastreduce.attach(frozen, norms="parameters") as state:
+        assert state.clip_grad_norm is not None
+        loss_of(frozen, 0, rank).backward()
+        assert "first.bias" in state.grad_norm.parameters
+        frozen.zero_grad()
+        state.clip_grad_norm(0.0)  # of nothing
     with fastreduce.attach(DistributedDataParallel(nn.Linear(4, 4))) as state:
         with pytest.raises(RuntimeError, match="norms=True"):
             state.grad_norm  # noqa: B018

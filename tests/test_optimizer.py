@@ -63,7 +63,7 @@ class Ours:
         # In runs: what is before and after is as it was.
         cut = count // 3
         runs = [(0, cut), (cut, count)]
-        rates = self.rule.rates(self.group, number, scale)
+        rates = self.rule.rates(self.group, number, number == 1, scale)
         update = _C.Update([(begin, end, rates) for begin, end in runs], *at)
         update.run(enums.DTYPE[self.weight.dtype], gradient.data_ptr(), count)
 

@@ -722,9 +722,14 @@ def never_closed(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     ddp = DistributedDataParallel(build())
-    attach("hosts", ddp, wire="int8")
+    state = attach("hosts", ddp, wire="int8")
     for step in range(3):
         loss_of(ddp, step, rank).backward()
+    time.sleep(0.5)  # until the default group's threads, which are not ours, have let go of all
+    group = state.communicator.exchange()._back
+    works = [group.recv([torch.zeros(9)], 1 - rank, 0), group.send([torch.zeros(9)], 1 - rank, 0)]
+    for work in works:
+        work.wait()
 
 
 def test_a_process_ends_without_close(tmp_path):
