@@ -157,9 +157,10 @@ class ParameterServer(Optimizer):
     (reduce-scatter); ``step()`` updates them and sends the new parameters to all (all-gather),
     bucket by bucket. Afterwards a ``.grad`` holds the mean only where this rank serves.
 
-    SGD, Adam and AdamW are updated in one loop over memory, in the bits of torch's SGD and of
-    torch's Adam with ``fused=True``; 16-bit parameters from a copy in float32. Any other class of
-    torch.optim that works element by element steps this rank's pieces, which it sees flat.
+    SGD, Adam and AdamW are updated in one loop over memory (SGD in the bits of torch's, see
+    :class:`fastreduce.rules.Rule` for the others), 16-bit parameters from a copy in float32. Any
+    other class of torch.optim that works element by element steps this rank's pieces, which it sees
+    flat.
 
     Args:
         params: parameters or parameter groups, as for any optimizer; dense and on the CPU.
@@ -394,6 +395,15 @@ class ParameterServer(Optimizer):
                         "model.to(), or an assignment to .data?): make a new one, or copy into it"
                     )
 
+    def _check_rules(self) -> None:
+        rules = [rule_of(self._class, group) for group in self.param_groups]
+        if [rule is None for rule in rules] != [rule is None for rule in self._rules]:
+            raise RuntimeError(
+                "param_groups: options that the kernels do not know (amsgrad ...) cannot be "
+                "switched: make a new ParameterServer"
+            )
+        self._rules = rules
+
     def _finish(self) -> None:
         """All that is to be reduced has been."""
         while self._launched < len(self._buckets):
@@ -475,6 +485,7 @@ class ParameterServer(Optimizer):
         """
         self._refuse_torn()
         self._check_parameters()
+        self._check_rules()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -499,14 +510,6 @@ class ParameterServer(Optimizer):
 
     def _update(self, used: list[int]) -> None:
         """Of all parameters, and everywhere."""
-        for number, group in enumerate(self.param_groups):
-            rule = rule_of(self._class, group)
-            if (rule is None) != (self._rules[number] is None):
-                raise RuntimeError(
-                    "param_groups: options that the kernels do not know (amsgrad ...) cannot be "
-                    "switched: make a new ParameterServer"
-                )
-            self._rules[number] = rule
         for index, flag in enumerate(used):
             self._steps[index] += flag
         for number, bucket in enumerate(self._buckets):

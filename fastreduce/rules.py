@@ -16,8 +16,10 @@ _WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 class Rule:
     """An optimizer's arithmetic, in one loop over the elements.
 
-    SGD gives the bits of torch's, whatever its implementation; Adam and AdamW those of torch's
-    ``fused=True``. (The others take square roots that may be off by a bit in the last place.)
+    SGD gives the bits of torch's, whatever its implementation. Adam and AdamW give those of torch's
+    ``fused=True`` but for the last elements of a parameter, which fill no vector: torch's loop over
+    these rounds otherwise. Its other implementations take square roots on the CPU that are not
+    always the nearest number, and differ by one in the last place.
 
     Args:
         kind: of the kernels.

@@ -604,7 +604,11 @@ def momentum_and_checkpoints(_: dict[str, Any]) -> None:
             (parameter.sum() * (step + 1)).backward()
             optimizer.step()
         assert same_bits(mine.detach(), other.detach()), step
-    server.param_groups[0]["nesterov"] = False
+    server.param_groups[0]["differentiable"] = True
+    with pytest.raises(RuntimeError, match="cannot be switched"):
+        server.step()
+    server.param_groups[0]["differentiable"] = False
+    server.step()
     server.close()
 
     pair, twins = [one(1.0), one(2.0)], [one(1.0), one(2.0)]
