@@ -61,7 +61,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"optimizer: {len(foreign)} of its parameters with a gradient are not averaged by "
                 "the state of this GradScaler"
             )
-        overflowed = float(state.grad_norm.nonfinite > 0)  # of a server collective
         self._seen[id(optimizer)] = state.newer_than(self._seen.get(id(optimizer), 0))
+        overflowed = float(state.grad_norm.nonfinite > 0)  # of a server collective
         devices = {each.device for each in used}
         return {device: torch.full((), overflowed, device=device) for device in devices}
