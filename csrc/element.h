@@ -30,6 +30,18 @@ FR_FN float bits_float(std::uint32_t bits) {
   return value;
 }
 
+FR_FN std::uint64_t double_bits(double value) {
+  std::uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+FR_FN double bits_double(std::uint64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // load() widens exactly to the accumulator; store() rounds once, to nearest even.
 template <class T>
 struct Element {

@@ -84,24 +84,13 @@ class HostArithmeticOf final : public HostArithmetic {
         if (gauge_ != nullptr)
           return reduce_measured<T, O>(out, stores, in, count, n, typed_.scale(), index, own,
                                        *gauge_);
-        return reduce_and_update(out, stores, in, count, n, index, own);
+        return reduce_units<T, O>(out, stores, in, count, n, typed_.scale(), index, own,
+                                  [&](const T* values, std::size_t i, std::size_t m) {
+                                    update_serial(*update_, values, i, m);
+                                  });
       }
     }
     reduce_serial<T, O>(out, stores, in, count, n, typed_.scale());
-  }
-
-  // Tile by tile, while it is in the first-level cache.
-  void reduce_and_update(T* const* to, int stores, const T* const* from, int count, std::size_t n,
-                         std::size_t index, int own) const {
-    T* out[kMaxRanks];
-    const T* in[kMaxRanks];
-    for (std::size_t done = 0; done < n; done += kUnit) {
-      const std::size_t m = n - done < kUnit ? n - done : kUnit;
-      for (int k = 0; k < stores; ++k) out[k] = to[k] + done;
-      for (int k = 0; k < count; ++k) in[k] = from[k] + done;
-      reduce_serial<T, O>(out, stores, in, count, m, typed_.scale());
-      update_serial(*update_, out[own], index + done, m);
-    }
   }
 
   TypedArithmetic<T, O> typed_;

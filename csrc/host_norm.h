@@ -58,6 +58,21 @@ inline Shorts to_shorts(const FloatBits& values) {
 #endif
 }
 
+inline Floats load_floats(const float* from) {
+  Floats values;
+  std::memcpy(&values, from, sizeof values);
+  return values;
+}
+
+inline Floats load_floats(const BFloat16* from) {
+  Shorts narrow;
+  std::memcpy(&narrow, from, sizeof narrow);
+  const FloatBits bits = to_words(narrow) << 16;
+  Floats values;
+  std::memcpy(&values, &bits, sizeof values);
+  return values;
+}
+
 // Of a part of a unit: the sum of its squares, the bits of the largest magnitude.
 struct Counted {
   double sum;
@@ -106,6 +121,17 @@ class Squares {
 
 constexpr std::uint64_t kInfiniteDouble = std::uint64_t{0x7ff} << 52;
 
+// Calls visit(done, m) for the units of elements `index` to `index + n`, one after the other.
+template <class Visit>
+void each_unit(std::size_t index, std::size_t n, const Visit& visit) {
+  for (std::size_t done = 0; done < n;) {
+    const std::size_t left = kUnit - (index + done) % kUnit;
+    const std::size_t m = n - done < left ? n - done : left;
+    visit(done, m);
+    done += m;
+  }
+}
+
 // One block's part of a Measure.
 class Gauge {
  public:
@@ -118,11 +144,10 @@ class Gauge {
   // been.
   template <class T>
   void unit(const T* values, std::size_t index, std::size_t n, const Counted* counted = nullptr) {
-    const std::uint64_t begin = index;
-    if (section_ >= sections_ || begin < start()) section_ = 0;
-    while (section_ < sections_ && ends_[section_] <= begin) ++section_;
+    if (section_ >= sections_ || index < start()) section_ = 0;
+    while (section_ < sections_ && ends_[section_] <= index) ++section_;
     for (std::size_t done = 0; done < n && section_ < sections_;) {
-      const std::uint64_t left = ends_[section_] - (begin + done);
+      const std::uint64_t left = ends_[section_] - (index + done);
       const std::size_t m = n - done < left ? n - done : static_cast<std::size_t>(left);
       if (m == n && counted != nullptr && counted->most < kInfiniteDouble)
         count(*counted, 0);
@@ -136,12 +161,8 @@ class Gauge {
   // The same of any range.
   template <class T>
   void range(const T* values, std::size_t index, std::size_t n) {
-    for (std::size_t done = 0; done < n;) {
-      const std::size_t left = kUnit - (index + done) % kUnit;
-      const std::size_t m = n - done < left ? n - done : left;
-      unit(values + done, index + done, m);
-      done += m;
-    }
+    each_unit(index, n,
+              [&](std::size_t done, std::size_t m) { unit(values + done, index + done, m); });
   }
 
  private:
@@ -168,11 +189,8 @@ class Gauge {
       std::size_t i = 0;
       for (; i < n && (lane + i) % kLanes != 0; ++i) squares.add((lane + i) % kLanes, from[i]);
       for (; i + kLanes <= n; i += kLanes)
-        for (std::size_t v = 0; v < kVectors; ++v) {
-          Floats some;
-          std::memcpy(&some, from + i + v * kDoubles, sizeof some);
-          squares.add(v, some);
-        }
+        for (std::size_t v = 0; v < kVectors; ++v)
+          squares.add(v, load_floats(from + i + v * kDoubles));
       for (; i < n; ++i) squares.add((lane + i) % kLanes, from[i]);
       const Counted counted = squares.counted();
       if (counted.most < kInfiniteDouble) return count(counted, 0);
@@ -207,21 +225,6 @@ class Gauge {
 inline Floats times(const NoFactor&, const Floats& values) { return values; }
 inline Floats times(const Factor<float>& factor, const Floats& values) {
   return factor.by == 0 ? Floats{} : values * factor.by;
-}
-
-inline Floats load_floats(const float* from) {
-  Floats values;
-  std::memcpy(&values, from, sizeof values);
-  return values;
-}
-
-inline Floats load_floats(const BFloat16* from) {
-  Shorts narrow;
-  std::memcpy(&narrow, from, sizeof narrow);
-  const FloatBits bits = to_words(narrow) << 16;
-  Floats values;
-  std::memcpy(&values, &bits, sizeof values);
-  return values;
 }
 
 // What is stored of a reduced value, see store_reduced().
@@ -300,7 +303,22 @@ bool reduce_measured_at_once(T* const* to, int stores, const T* const* from, int
   return true;
 }
 
-// reduce_serial(), and what is stored in to[own], elements of the tensor from `index` on, measured.
+// reduce_serial() unit by unit; use(values, index, n) what is stored of each in to[own], elements
+// of the tensor from `index` on, while it is in the first-level cache.
+template <class T, class Op, class Use>
+void reduce_units(T* const* to, int stores, const T* const* from, int count, std::size_t n,
+                  const ScaleOf<T>& scale, std::size_t index, int own, const Use& use) {
+  T* out[kMaxRanks];
+  const T* in[kMaxRanks];
+  each_unit(index, n, [&](std::size_t done, std::size_t m) {
+    for (int k = 0; k < stores; ++k) out[k] = to[k] + done;
+    for (int k = 0; k < count; ++k) in[k] = from[k] + done;
+    reduce_serial<T, Op>(out, stores, in, count, m, scale);
+    use(out[own], index + done, m);
+  });
+}
+
+// reduce_serial(), and what is stored in to[own] measured.
 template <class T, class Op>
 void reduce_measured(T* const* to, int stores, const T* const* from, int count, std::size_t n,
                      const ScaleOf<T>& scale, std::size_t index, int own, Gauge& gauge) {
@@ -314,17 +332,9 @@ void reduce_measured(T* const* to, int stores, const T* const* from, int count, 
         return;
     }
   }
-  T* out[kMaxRanks];
-  const T* in[kMaxRanks];
-  for (std::size_t done = 0; done < n;) {
-    const std::size_t left = kUnit - (index + done) % kUnit;
-    const std::size_t m = n - done < left ? n - done : left;
-    for (int k = 0; k < stores; ++k) out[k] = to[k] + done;
-    for (int k = 0; k < count; ++k) in[k] = from[k] + done;
-    reduce_serial<T, Op>(out, stores, in, count, m, scale);
-    gauge.unit(out[own], index + done, m);
-    done += m;
-  }
+  reduce_units<T, Op>(
+      to, stores, from, count, n, scale, index, own,
+      [&](const T* values, std::size_t i, std::size_t m) { gauge.unit(values, i, m); });
 }
 
 }  // namespace FR_ISA

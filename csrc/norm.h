@@ -35,18 +35,6 @@ inline namespace FR_ISA {
 constexpr std::size_t kUnit = 1024;
 constexpr std::size_t kLanes = 32;
 
-FR_FN std::uint64_t double_bits(double value) {
-  std::uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-FR_FN double bits_double(std::uint64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 // 2^exponent, of a normal number.
 FR_FN double power_of_two(int exponent) {
   return bits_double(static_cast<std::uint64_t>(exponent + 1023) << 52);

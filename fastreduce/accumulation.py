@@ -17,7 +17,7 @@ from fastreduce import sparse
 from fastreduce.communicator import Communicator
 from fastreduce.weights import NO_WEIGHT
 
-_NARROW = (torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
 
 
 def elements_of(parameter: nn.Parameter) -> int:
@@ -39,6 +39,21 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """In which its residual is saved: complex ones have a last dimension of 2."""
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
+def shaped(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A view of what lies in the order of the parameter's memory."""
+    if not is_dense(parameter):
+        return flat.view(shape_of(parameter))
+    if parameter.is_complex():
+        strides = (*(2 * stride for stride in parameter.stride()), 1)
+        return flat.as_strided(shape_of(parameter), strides)
+    return flat.as_strided(parameter.shape, parameter.stride())
 
 
 class TreeAccumulator:
@@ -210,7 +225,7 @@ class TreeAccumulator:
         grad = parameter.grad
         return (
             self._factor is None
-            and parameter.dtype not in _NARROW
+            and parameter.dtype not in NARROW
             and (grad is None or not grad.is_sparse)
             and parameter not in self._levels[0]
         )
@@ -222,7 +237,7 @@ class TreeAccumulator:
             leaf = arrived
             if not arrived.is_sparse:
                 leaf = self._moved(parameter, arrived)
-            if leaf.dtype in _NARROW:
+            if leaf.dtype in NARROW:
                 leaf = leaf.float()
             return leaf if self._factor in (None, 1) else leaf.mul_(self._factor)
 
@@ -297,7 +312,7 @@ class Shards:
             total, _ = self.accumulator.finish(parameters[0])
             return torch.zeros_like(buffer) if total is None else total
         sums = buffer
-        if buffer.dtype in _NARROW:
+        if buffer.dtype in NARROW:
             # A GPU's would be collective to make, and is staged in any case.
             make = torch.empty if buffer.is_cuda else self._communicator.empty
             device = buffer.device if buffer.is_cuda else None

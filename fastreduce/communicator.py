@@ -1037,6 +1037,15 @@ class Communicator:
             logger.warning("rank %d: %s", self.rank, what)
 
 
+def said_by_all(communicator: Communicator, number: float) -> list[float]:
+    """Every rank's number (float64), in rank order; collective."""
+    own = torch.tensor([number], dtype=torch.float64)
+    every = own.repeat(communicator.world_size)
+    communicator.all_gather(every, own)
+    numbers: list[float] = every.tolist()
+    return numbers
+
+
 def _notify(
     core: _C.HostCommunicator,
     futures: dict[int, _Promise],

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from fastreduce import _C, cuda, enums, lowrank
-from fastreduce.accumulation import elements_of
-from fastreduce.communicator import Communicator
+from fastreduce.accumulation import elements_of, shape_of, shaped
+from fastreduce.communicator import Communicator, said_by_all
 from fastreduce.encoding import Bucket, Part, Section, Selected
 from fastreduce.exchange import CPU
 from fastreduce.measure import Measurement, norm_of
 from fastreduce.process_group import Done
-from fastreduce.residual import Residual, shape_of, shaped
+from fastreduce.residual import Residual
 from fastreduce.weights import Weight
 from fastreduce.wire import FP32, SELECTED, Policy, Wire, key_of, part_of
 
@@ -132,11 +132,9 @@ class Compression:
             self._policy.fingerprint(self._shapes, step.number),
             held,
         )
-        sums = torch.zeros(self._communicator.world_size, dtype=torch.int64)
-        mine = torch.tensor([zlib.crc32(repr(own).encode())])
-        self._communicator.all_gather(sums, mine)
-        for rank, found in enumerate(sums.tolist()):
-            if found != sums[0]:
+        every = said_by_all(self._communicator, zlib.crc32(repr(own).encode()))
+        for rank, found in enumerate(every):
+            if found != every[0]:
                 raise RuntimeError(
                     f"rank {rank} encodes step {step.number} otherwise than rank 0: do all have "
                     "the same wire, schedule, seed and loaded state, and all give weights or none?"

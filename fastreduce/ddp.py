@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastreduce import compiled, reducer, sparse, weights
 from fastreduce.accumulation import Shards, TreeAccumulator, elements_of, parts_of
-from fastreduce.communicator import Communicator
+from fastreduce.communicator import Communicator, said_by_all
 from fastreduce.compression import Compression, Step
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
 from fastreduce.grad_norm import Counting, GradientNorm, GradientNorms, PassNorms, agree
@@ -531,10 +531,7 @@ class HookState:
                 current.loss_scale = math.nan if joined else scale
                 current.scale /= scale
                 if not self.communicator.shared_memory:  # else when the norms are brought together
-                    own = torch.tensor([current.loss_scale], dtype=torch.float64)
-                    every = own.repeat(self.communicator.world_size)
-                    self.communicator.all_gather(every, own)
-                    agree(every.tolist())
+                    agree(said_by_all(self.communicator, current.loss_scale))
             self._given.sum = None
             self._begun += 1
             if self._compression is not None:

@@ -95,6 +95,24 @@ def agree(loss_scales: Sequence[float]) -> None:
             )
 
 
+def check_norm_type(norm_type: float) -> None:
+    """Raises one that is not counted."""
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"norm_type: expected 2 or inf, got {norm_type}")
+
+
+def clip_factor(
+    found: Norm, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> tuple[Tensor, float]:
+    """The norm that is meant, and by what gradients are multiplied, as
+    ``torch.nn.utils.clip_grad_norm_`` does: 1 where they are short enough."""
+    total = found.norm if norm_type == 2.0 else found.largest
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(f"the norm of the gradients is {total}")
+    factor = max_norm / (total + 1e-6)
+    return torch.tensor(total), factor if not factor >= 1.0 else 1.0  # a NaN stays
+
+
 class GradientNorms:
     """Of a model's passes, of which the last one can be asked for.
 
@@ -136,23 +154,19 @@ class GradientNorms:
     ) -> Tensor:
         """See :meth:`HookState.clip_grad_norm`."""
         gradients = list(gradients)
-        if norm_type not in (2.0, math.inf):
-            raise ValueError(f"norm_type: expected 2 or inf, got {norm_type}")
+        check_norm_type(norm_type)
         if norm_type == math.inf and any(each.is_complex() for each in gradients):
             raise ValueError("norm_type: expected 2 for complex gradients, which count as pairs")
         found = self.value()
         if self._clipped:
             raise RuntimeError("the gradients of the last synchronised pass are clipped already")
-        total = found.norm if norm_type == 2.0 else found.largest
-        if error_if_nonfinite and not math.isfinite(total):
-            raise RuntimeError(f"the norm of the gradients is {total}")
+        total, factor = clip_factor(found, max_norm, norm_type, error_if_nonfinite)
         self._clipped = True
-        factor = max_norm / (total + 1e-6)
-        if gradients and not factor >= 1.0:  # a NaN, too
+        if gradients and factor != 1.0:
             torch._foreach_mul_(
                 [each._values() if each.is_sparse else each for each in gradients], factor
             )
-        return torch.tensor(total)
+        return total
 
 
 def _address(bucket: Tensor) -> int:

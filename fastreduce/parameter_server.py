@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +17,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fastreduce import _C, enums, norms, weights
-from fastreduce.accumulation import is_dense
-from fastreduce.communicator import Communicator, Op, Work
+from fastreduce.accumulation import shaped
+from fastreduce.communicator import Communicator, Op, said_by_all
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
-from fastreduce.grad_norm import GradientNorm, agree
+from fastreduce.grad_norm import GradientNorm, agree, check_norm_type, clip_factor
 from fastreduce.norms import Norms
 from fastreduce.rules import Rule, rule_of
+from fastreduce.served import Bucket, Piece
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,109 +33,12 @@ if TYPE_CHECKING:
     from fastreduce.grad_scaler import GradScaler
 
 BUCKET_BYTES = 25 << 20
-_UNIT = 1024  # elements: what a rank serves begins with one of norm.h's units
-_NARROW = (torch.float16, torch.bfloat16)
 MASTER = "master"
 _WHOLE = "Parameters and optimizer state are those of before this step."
 _TORN = (
     "Parameters and optimizer state are partly of before that step and partly new: load a "
     "checkpoint into a new server."
 )
-
-
-@dataclass
-class Piece:
-    """What a rank serves of a parameter: elements in the order of its memory.
-
-    Attributes:
-        index: of the parameter, in the order of all groups.
-        begin, end: of the parameter's elements.
-        offset: of the first one in the rank's shard of the bucket.
-    """
-
-    index: int
-    begin: int
-    end: int
-    offset: int
-
-    @property
-    def place(self) -> slice:
-        """In the shard."""
-        return slice(self.offset, self.offset + self.end - self.begin)
-
-
-class Bucket:
-    """Parameters of one group and dtype, one after the other, and their gradients likewise.
-
-    Args:
-        communicator: of the ranks, which serve equal parts.
-        group: the group's number.
-        members: numbers and parameters. Parameters are moved into the bucket's memory.
-    """
-
-    def __init__(
-        self, communicator: Communicator, group: int, members: list[tuple[int, nn.Parameter]]
-    ) -> None:
-        ranks, rank = communicator.world_size, communicator.rank
-        dtype = members[0][1].dtype
-        total = sum(parameter.numel() for _, parameter in members)
-        self.group = group
-        self.members = members
-        self.count = -(-total // (_UNIT * ranks)) * _UNIT  # elements that a rank serves
-        self.weights = communicator.empty(self.count * ranks, dtype=dtype)
-        self.gradients = communicator.empty(self.count * ranks, dtype=dtype)
-        self.weights[total:] = 0
-        self.gradients.zero_()
-        first = rank * self.count
-        self.own_weights = self.weights[first : first + self.count]
-        self.own_gradients = self.gradients[first : first + self.count]
-        narrow = dtype in _NARROW
-        self.offsets: dict[int, int] = {}
-        self.pieces: list[Piece] = []
-        offset = 0
-        for index, parameter in members:
-            self.offsets[index] = offset
-            data = self.view(self.weights, index, parameter)
-            data.copy_(parameter.detach())
-            parameter.data = data
-            begin = max(first, offset) - offset
-            end = min(first + self.count, offset + parameter.numel()) - offset
-            if begin < end:
-                self.pieces.append(Piece(index, begin, end, offset + begin - first))
-            offset += parameter.numel()
-        self.master = self.own_weights.float() if narrow else None
-        self.versions: list[int] = []  # of the parameters, as the last step has left them
-        self.moments: dict[str, Tensor] = {}
-        self.waiting: set[int] = set()
-        self.work: Work | None = None
-        self.reduced = False
-
-    def view(self, flat: Tensor, index: int, parameter: Tensor) -> Tensor:
-        """A parameter's part of something like the bucket, in its shape."""
-        part = flat[self.offsets[index] : self.offsets[index] + parameter.numel()]
-        if is_dense(parameter):
-            return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-        return part.view(parameter.shape)
-
-    def adopt(self) -> None:
-        """Where somebody has changed 16-bit parameters, so becomes the copy in float32."""
-        if self.master is not None and self.versions != self._versions():
-            others = self.own_weights != self.master.to(self.own_weights.dtype)
-            self.master[others] = self.own_weights[others].float()
-
-    def leave(self) -> None:
-        """What is done to parameters from now on, somebody else does."""
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [parameter._version for _, parameter in self.members]
-
-    def moment(self, name: str) -> Tensor:
-        """The shard's state of that name; zeros at first."""
-        if name not in self.moments:
-            dtype = torch.float32 if self.master is not None else self.weights.dtype
-            self.moments[name] = torch.zeros(self.count, dtype=dtype)
-        return self.moments[name]
 
 
 class ParameterServer(Optimizer):
@@ -245,10 +147,9 @@ class ParameterServer(Optimizer):
             for each in self._parameters
         ]
         sizes = [len(group["params"]) for group in self.param_groups]
-        mine = torch.tensor([zlib.crc32(repr((own, sizes, self._class)).encode())])
-        every = mine.repeat(self._communicator.world_size)
-        self._communicator.all_gather(every, mine)
-        for rank, found in enumerate(every.tolist()):
+        mine = zlib.crc32(repr((own, sizes, self._class)).encode())
+        every = said_by_all(self._communicator, mine)
+        for rank, found in enumerate(every):
             if found != every[0]:
                 self._communicator.close()
                 raise ValueError(
@@ -291,7 +192,7 @@ class ParameterServer(Optimizer):
     # -- gradients ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def note(self, index: int, parameter: Tensor) -> None:
+    def note(self, index: int, parameter: nn.Parameter) -> None:
         """A gradient has been accumulated."""
         bucket = self._bucket_of[index]
         if bucket.reduced or (self._begun and index not in bucket.waiting):
@@ -443,17 +344,11 @@ class ParameterServer(Optimizer):
         Returns:
             The norm before: float32, no dimension.
         """
-        if norm_type not in (2.0, math.inf):
-            raise ValueError(f"norm_type: expected 2 or inf, got {norm_type}")
+        check_norm_type(norm_type)
         if self._clip is not None:
             raise RuntimeError("the gradients of this step are clipped already")
-        found = self.grad_norm
-        total = found.norm if norm_type == 2.0 else found.largest
-        if error_if_nonfinite and not math.isfinite(total):
-            raise RuntimeError(f"the norm of the gradients is {total}")
-        factor = max_norm / (total + 1e-6)
-        self._clip = factor if not factor >= 1.0 else 1.0
-        return torch.tensor(total)
+        total, self._clip = clip_factor(self.grad_norm, max_norm, norm_type, error_if_nonfinite)
+        return total
 
     def unscale_by(self, scaler: GradScaler) -> None:
         """From now on gradients are divided by a loss scale as they are used; see
@@ -546,9 +441,10 @@ class ParameterServer(Optimizer):
                 self._remembers[index] = bool(names)
         state = [bucket.own_weights, bucket.master, *(bucket.moment(name) for name in names)]
         at = [0 if each is None else each.data_ptr() for each in state] + [0] * (2 - len(names))
+        factor = self._factor()
         rows = []
         for begin, end, step, first in runs:
-            rows.append((begin, end, rule.rates(group, step, first, self._factor())))
+            rows.append((begin, end, rule.rates(group, step, first, factor)))
         return _C.Update(rows, *at)
 
     def _factor(self) -> float:
@@ -586,11 +482,11 @@ class ParameterServer(Optimizer):
         assert self._inner is not None
         for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})
+        factor = self._factor()
         for bucket, piece, parameter in self._pieces():
             parameter.grad = None
             if used[piece.index]:
                 gradient = bucket.own_gradients[piece.place].to(parameter.dtype)
-                factor = self._factor()
                 parameter.grad = gradient if factor == 1.0 else gradient * factor
         self._inner.step()
         for bucket, piece, parameter in self._pieces():
@@ -749,11 +645,8 @@ class ParameterServer(Optimizer):
     def _part(self, bucket: Bucket, piece: Piece, whole: Tensor) -> Tensor:
         """This rank's part of something of a parameter's shape."""
         parameter = self._parameters[piece.index]
-        if is_dense(parameter):
-            memory = torch.empty(parameter.numel(), dtype=whole.dtype)
-            memory.as_strided(parameter.shape, parameter.stride()).copy_(whole)
-        else:
-            memory = whole.reshape(-1)
+        memory = torch.empty(parameter.numel(), dtype=whole.dtype)
+        shaped(memory, parameter).copy_(whole)
         return memory[piece.begin : piece.end]
 
     # -- lifetime ---------------------------------------------------------------------------------
@@ -790,10 +683,10 @@ def _is_whole(name: str, value: Any, shape: torch.Size) -> bool:
     return value.dim() > 0 or not shape
 
 
-def _noting(server: weakref.ref[ParameterServer], index: int) -> Callable[[Tensor], None]:
+def _noting(server: weakref.ref[ParameterServer], index: int) -> Callable[[Any], None]:
     """For every gradient of a parameter."""
 
-    def note(parameter: Tensor) -> None:
+    def note(parameter: nn.Parameter) -> None:
         found = server()
         if found is not None:
             found.note(index, parameter)

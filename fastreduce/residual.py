@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from fastreduce.accumulation import is_dense
+from torch import Tensor
 
 
 class Residual:
@@ -106,18 +104,3 @@ class Residual:
         self.holds = holds
         if not holds:
             self._reduced[self.now].zero_()
-
-
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """In which its residual is saved: complex ones have a last dimension of 2."""
-    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
-
-
-def shaped(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A view of what lies in the order of the parameter's memory."""
-    if not is_dense(parameter):
-        return flat.view(shape_of(parameter))
-    if parameter.is_complex():
-        strides = (*(2 * stride for stride in parameter.stride()), 1)
-        return flat.as_strided(shape_of(parameter), strides)
-    return flat.as_strided(parameter.shape, parameter.stride())

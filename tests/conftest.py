@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import multiprocessing
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -220,6 +223,25 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+def on_every_instruction_set(code: str) -> dict[str, Any]:
+    """What Python code prints last, as JSON, by the instruction set that its process has used."""
+    code += "\nfrom fastreduce import instruction_set\nprint(instruction_set())"
+    said = {}
+    for name in ("baseline", "avx2", "avx512"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"FASTREDUCE_ISA": name},
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        *_, found, used = done.stdout.splitlines()
+        said[used] = json.loads(found)
+    return said
 
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:

@@ -7,14 +7,12 @@ import copy
 import json
 import math
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_inputs, same_bits
+from conftest import make_inputs, on_every_instruction_set, same_bits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -128,7 +126,7 @@ def test_what_is_beyond_double():
 
 SCRIPT = """
 import json, sys, torch
-from fastreduce import _C, Norms
+from fastreduce import Norms
 found = []
 for seed in range(3):
     g = torch.Generator().manual_seed(seed)
@@ -138,23 +136,12 @@ for seed in range(3):
         norms = Norms([1, 2000, 2999])
         norms.measure(x.to(dtype), 0, 1)
         found.append(norms.saved().tolist())
-print(json.dumps([_C.instruction_set(), found]))
+print(json.dumps(found))
 """
 
 
 def test_every_instruction_set_counts_alike():
-    said = {}
-    for name in ("baseline", "avx2", "avx512"):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env=os.environ | {"FASTREDUCE_ISA": name},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        used, found = json.loads(done.stdout)
-        said[used] = found
+    said = on_every_instruction_set(SCRIPT)
     assert len({json.dumps(found) for found in said.values()}) == 1
     assert "baseline" in said
 
