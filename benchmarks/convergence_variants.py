@@ -98,6 +98,7 @@ WIRES: dict[str, tuple[str | None, Wire]] = {
 # The same after a beginning that sends more (Lin et al. 2018: deep gradient compression).
 RAMPED = {
     "onebit": {0.1: WIRES["onebit"][1]},
+    "onebit_int4": {0.1: WIRES["int4"][1], 0.3: WIRES["onebit"][1]},
     "topk": {0.1: Wire("topk", k=0.1), 0.3: Wire("topk", k=0.03), 0.5: WIRES["topk"][1]},
 }
 
@@ -118,7 +119,7 @@ VARIANTS = [
         for feedback in (True, False)
     ),
     *(
-        Variant(f"{name}_ramped", True, over(schedule), WIRES[name][0])
+        Variant(f"{name}_ramped", True, over(schedule), WITHIN_POINT)
         for name, schedule in RAMPED.items()
     ),
 ]
