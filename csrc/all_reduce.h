@@ -190,7 +190,7 @@ FR_BLOCK bool encoded(Block& block, const View& view, Coder& coder) {
   const auto finish = [&](std::size_t i) {
     for (int c = 0; c < world; ++c) coder.decode(c, piece_of(part(c), i, piece), slot(c, world, i));
   };
-  return Pipeline::run(block, view, pieces, true, fill, take, finish);
+  return Pipeline::run(block, view, pieces, !coder.lands(), fill, take, finish);
 }
 
 // One piece of every chunk goes all the way round before the next. A rank that waits for a free

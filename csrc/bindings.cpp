@@ -77,7 +77,7 @@ class WireCoding {
  public:
   WireCoding(std::shared_ptr<PlanTables> plan, Address gradient, int dtype, int rank, double factor,
              Address residuals, int residual_dtype, Address absent, std::uint64_t seed,
-             std::uint32_t step)
+             std::uint32_t step, bool lands)
       : plan_(std::move(plan)), residuals_(plan_->plan().spans) {
     coding_ = coding_of(plan_->plan(), gradient, dtype, rank, factor, residual_dtype, seed, step);
     if (residuals != 0)
@@ -90,6 +90,7 @@ class WireCoding {
       coding_.absent = absent_.data();
     }
     coding_.finite = &finite_;
+    coding_.lands = lands;
   }
   WireCoding(const WireCoding&) = delete;
   WireCoding& operator=(const WireCoding&) = delete;
@@ -149,18 +150,21 @@ class Norms {
   Measure measure_;
 };
 
-// An Update and its runs: begin, end, rates.
+// An Update and its runs: where gradient, parameter, copy in the accumulator's type, moment and
+// square lie (0: none), how many elements there are, and rates.
 class UpdateOf {
  public:
-  using Row = std::tuple<std::uint64_t, std::uint64_t, Rates>;
+  using Row = std::tuple<Address, Address, Address, Address, Address, std::uint64_t, Rates>;
 
-  UpdateOf(const std::vector<Row>& rows, Address parameter, Address master, Address moment,
-           Address square) {
-    for (const auto& [begin, end, rates] : rows) runs_.push_back({begin, end, rates});
+  explicit UpdateOf(const std::vector<Row>& rows) {
     const auto at = [](Address address) { return reinterpret_cast<void*>(address); };
+    for (const auto& [gradient, parameter, master, moment, square, count, rates] : rows)
+      runs_.push_back(
+          {{at(gradient), at(parameter), at(master), at(moment), at(square)}, count, rates});
+    std::sort(runs_.begin(), runs_.end(),
+              [](const auto& a, const auto& b) { return a.at.gradient < b.at.gradient; });
     update_.run = runs_.data();
     update_.runs = runs_.size();
-    update_.base = {nullptr, at(parameter), at(master), at(moment), at(square)};
   }
   UpdateOf(const UpdateOf&) = delete;
   UpdateOf& operator=(const UpdateOf&) = delete;
@@ -172,8 +176,38 @@ class UpdateOf {
   Update update_;
 };
 
-Use use_of(const HostCommunicator& communicator, Address norms, Address update) {
+// Shares and what they point to.
+class SharesOf {
+ public:
+  using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
+
+  // Of every rank; elements.
+  explicit SharesOf(const std::vector<Pairs>& ranks) : first_(1) {
+    for (const Pairs& pairs : ranks) {
+      for (const auto& [begin, end] : pairs) {
+        if (begin > end || (ranges_.size() != first_.back() && begin < ranges_.back().end))
+          throw std::invalid_argument(
+              "ranges: expected them in ascending order, and not to overlap");
+        ranges_.push_back({begin, end});
+      }
+      first_.push_back(ranges_.size());
+    }
+    shares_ = {ranges_.data(), first_.data()};
+  }
+  SharesOf(const SharesOf&) = delete;
+  SharesOf& operator=(const SharesOf&) = delete;
+
+  const Shares& shares() const { return shares_; }
+
+ private:
+  std::vector<Range> ranges_;
+  std::vector<std::size_t> first_;
+  Shares shares_;
+};
+
+Use use_of(const HostCommunicator& communicator, Address shares, Address norms, Address update) {
   Use use;
+  if (shares != 0) use.shares = &reinterpret_cast<const SharesOf*>(shares)->shares();
   if (norms != 0) {
     const auto& counts = *reinterpret_cast<const Norms*>(norms);
     if (counts.blocks() < communicator.blocks())
@@ -225,16 +259,19 @@ PYBIND11_MODULE(_C, m) {
   define_bucket("unpack", &Kernels::unpack);
 
   py::class_<PlanTables, std::shared_ptr<PlanTables>>(m, "WirePlan")
-      .def(py::init<int, const std::vector<PlanTables::Row>&>(), py::arg("world"), py::arg("spans"))
+      .def(py::init<int, const std::vector<PlanTables::Row>&, const std::vector<int>&,
+                    std::size_t>(),
+           py::arg("world"), py::arg("spans"), py::arg("servers") = std::vector<int>(),
+           py::arg("grain") = 0)
       .def("message_bytes",
            [](const PlanTables& self, int chunk) { return self.plan().bytes(chunk); });
 
   py::class_<WireCoding, std::shared_ptr<WireCoding>>(m, "WireCoding")
       .def(py::init<std::shared_ptr<PlanTables>, Address, int, int, double, Address, int, Address,
-                    std::uint64_t, std::uint32_t>(),
+                    std::uint64_t, std::uint32_t, bool>(),
            py::arg("plan"), py::arg("gradient"), py::arg("dtype"), py::arg("rank"),
            py::arg("factor"), py::arg("residuals"), py::arg("residual_dtype"), py::arg("absent"),
-           py::arg("seed"), py::arg("step"))
+           py::arg("seed"), py::arg("step"), py::arg("lands") = false)
       .def_property_readonly(
           "address",
           [](const WireCoding& self) { return reinterpret_cast<Address>(&self.coding()); })
@@ -327,16 +364,20 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("correction2", &Rates::correction2)
       .def_readwrite("eps", &Rates::eps);
   py::class_<UpdateOf>(m, "Update")
-      .def(py::init<const std::vector<UpdateOf::Row>&, Address, Address, Address, Address>())
+      .def(py::init<const std::vector<UpdateOf::Row>&>())
       .def_property_readonly("address",
                              [](const UpdateOf& self) { return reinterpret_cast<Address>(&self); })
       .def(
           "run",
-          [](const UpdateOf& self, int dtype, Address gradient, std::size_t count) {
-            kernels().update(self.update(), static_cast<DType>(dtype),
-                             reinterpret_cast<const void*>(gradient), count);
+          [](const UpdateOf& self, int dtype) {
+            kernels().update(self.update(), static_cast<DType>(dtype));
           },
           py::call_guard<py::gil_scoped_release>());
+
+  py::class_<SharesOf>(m, "Shares")
+      .def(py::init<const std::vector<SharesOf::Pairs>&>())
+      .def_property_readonly("address",
+                             [](const SharesOf& self) { return reinterpret_cast<Address>(&self); });
 
   py::class_<Listener>(m, "Listener")
       .def(py::init<>())
@@ -411,38 +452,39 @@ PYBIND11_MODULE(_C, m) {
       .def("run",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, double weight, int segment,
-              Address norms, Address update) {
+              Address shares, Address norms, Address update) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              uninterrupted([&] {
                self.run(call, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out),
-                        check_signals, nullptr, use_of(self, norms, update));
+                        check_signals, nullptr, use_of(self, shares, norms, update));
                return true;
              });
            })
       .def("run_told",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, double weight, int segment,
-              Address norms, Address update) {
+              Address shares, Address norms, Address update) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              Account account;
              const double total = uninterrupted([&] {
                return self.run(call, reinterpret_cast<const void*>(in),
                                reinterpret_cast<void*>(out), check_signals, &account,
-                               use_of(self, norms, update));
+                               use_of(self, shares, norms, update));
              });
              return std::make_pair(total, as_tuple(account));
            })
       .def("submit",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, double weight, int segment,
-              Address norms, Address update, std::int64_t notify) {
+              Address shares, Address norms, Address update, std::int64_t notify) {
              Call call = make_call(plan, count, root, scale, weight);
              call.segment = segment;
              py::gil_scoped_release release;
              return self.submit(call, reinterpret_cast<const void*>(in),
-                                reinterpret_cast<void*>(out), notify, use_of(self, norms, update));
+                                reinterpret_cast<void*>(out), notify,
+                                use_of(self, shares, norms, update));
            })
       .def("record", &HostCommunicator::record)
       .def_property_readonly("blocks", &HostCommunicator::blocks)

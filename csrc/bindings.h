@@ -40,7 +40,7 @@ inline void raise_failure(const CallFailed& failed) {
       py::module_::import("fastreduce.errors")
           .attr("from_record")(failed.rank, static_cast<int>(r.failure), static_cast<int>(r.field),
                                static_cast<int>(r.kind), static_cast<int>(r.phase), r.written,
-                               r.rank, r.peer, r.epoch, r.expected, r.seen);
+                               r.ran, r.rank, r.peer, r.epoch, r.expected, r.seen);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 

@@ -1,7 +1,7 @@
-// The other collectives: reduce-scatter, all-gather, broadcast. Each has the three forms of
-// all_reduce.h: out of the slots of a small call, straight out of the peers' tensors between
-// enter() and an exit barrier, and piece by piece through staging. The last two of them move
-// bytes, whatever the dtype.
+// The other collectives: reduce-scatter, all-gather, broadcast; and the first two in place, with
+// shares of any size and number. Each has the three forms of all_reduce.h: out of the slots of a
+// small call, straight out of the peers' tensors between enter() and an exit barrier, and piece by
+// piece through staging. Those that do not reduce move bytes, whatever the dtype.
 #pragma once
 
 #include "channel.h"
@@ -112,6 +112,140 @@ FR_BLOCK bool all_gather_staged(Block& block, const View& view, const char* in, 
     for (int p = 0; p < view.world(); ++p)
       copy(block, out + p * count + here.begin, p == view.rank ? in + here.begin : slot(p, i),
            here.size());
+  };
+  return Pipeline::run(block, view, pieces_in(part.size(), piece), fill, take);
+}
+
+// visit(range) for this block's part of every one of a rank's ranges of `count` elements.
+template <class Block, class Visit>
+FR_BLOCK void each_share(const Block& block, const Shares& shares, int rank, std::size_t count,
+                         std::size_t item, const Visit& visit) {
+  shares.each(rank, {0, count}, [&](Range range) {
+    const Range part = chunk_of(range.size(), block.count(), block.index(), item);
+    if (part.size() != 0) visit(Range{range.begin + part.begin, range.begin + part.end});
+  });
+}
+
+// In place: a rank's ranges of its buffer become the reduction of all ranks'. in(p, i): where rank
+// p's elements from i on can be read.
+template <class Block, class Arithmetic, class In>
+FR_BLOCK void reduce_range(Block& block, const View& view, const Arithmetic& arithmetic,
+                           Range range, char* data, const In& in) {
+  const std::size_t begin = range.begin * arithmetic.item_bytes();
+  arithmetic.reduce(
+      block, [=](int) { return data + begin; }, 1, [&](int p) { return in(p, range.begin); },
+      view.world(), range.size());
+}
+
+template <class Block, class Arithmetic>
+FR_BLOCK bool reduce_scatter_v_one_shot(Block& block, const View& view,
+                                        const Arithmetic& arithmetic, std::uint32_t epoch,
+                                        const Shares& shares, char* data, std::size_t count) {
+  const std::size_t item = arithmetic.item_bytes();
+  each_share(block, shares, view.rank, count, item, [&](Range range) {
+    reduce_range(block, view, arithmetic, range, data, [&](int p, std::size_t i) {
+      return static_cast<const char*>(view.slot(p, epoch)) + i * item;
+    });
+  });
+  return true;
+}
+
+// Reads S, writes S / N, where shares are equal.
+template <class Block, class Arithmetic>
+FR_BLOCK bool reduce_scatter_v(Block& block, const View& view, const Arithmetic& arithmetic,
+                               const void* const* buffers, const Shares& shares, char* data,
+                               std::size_t count) {
+  const std::size_t item = arithmetic.item_bytes();
+  each_share(block, shares, view.rank, count, item, [&](Range range) {
+    reduce_range(block, view, arithmetic, range, data, [=](int p, std::size_t i) {
+      return static_cast<const char*>(buffers[p]) + i * item;
+    });
+  });
+  return barrier(block, view, Phase::exit);
+}
+
+// Whole pieces of the buffer go through the slots: whose they are is the reader's affair.
+template <class Block, class Arithmetic>
+FR_BLOCK bool reduce_scatter_v_staged(Block& block, const View& view, const Arithmetic& arithmetic,
+                                      const Shares& shares, char* data, std::size_t count) {
+  const std::size_t item = arithmetic.item_bytes();
+  const std::size_t piece_bytes = view.layout.stage_bytes / Pipeline::kSlots / 64 * 64;
+  const std::size_t piece = piece_bytes / item;
+  const Range part = chunk_of(count, block.count(), block.index(), item);
+  const auto slot = [&](int owner, std::size_t i) {
+    return view.stage(owner, block.index()) + (i % Pipeline::kSlots) * piece_bytes;
+  };
+  const auto fill = [&](std::size_t i) {
+    const Range here = piece_of(part, i, piece);
+    copy(block, slot(view.rank, i), data + here.begin * item, here.size() * item);
+  };
+  const auto take = [&](std::size_t i) {
+    const Range here = piece_of(part, i, piece);
+    shares.each(view.rank, here, [&](Range range) {
+      reduce_range(block, view, arithmetic, range, data, [&](int p, std::size_t at) {
+        return static_cast<const char*>(slot(p, i)) + (at - here.begin) * item;
+      });
+    });
+  };
+  return Pipeline::run(block, view, pieces_in(part.size(), piece), fill, take);
+}
+
+// In place: every rank's ranges of its buffer become everybody's. Elements have `item` bytes.
+template <class Block>
+FR_BLOCK bool all_gather_v_one_shot(Block& block, const View& view, std::uint32_t epoch,
+                                    const Shares& shares, char* data, std::size_t count,
+                                    std::size_t item) {
+  FR_ROLLED
+  for (int p = 0; p < view.world(); ++p) {
+    if (p == view.rank) continue;
+    each_share(block, shares, p, count, item, [&](Range range) {
+      copy(block, data + range.begin * item, view.slot(p, epoch) + range.begin * item,
+           range.size() * item);
+    });
+  }
+  return true;
+}
+
+template <class Block>
+FR_BLOCK bool all_gather_v(Block& block, const View& view, const void* const* buffers,
+                           const Shares& shares, char* data, std::size_t count, std::size_t item) {
+  FR_ROLLED
+  for (int p = 0; p < view.world(); ++p) {
+    if (p == view.rank) continue;
+    const char* const from = static_cast<const char*>(buffers[p]);
+    each_share(block, shares, p, count, item, [&](Range range) {
+      copy(block, data + range.begin * item, from + range.begin * item, range.size() * item);
+    });
+  }
+  return barrier(block, view, Phase::exit);
+}
+
+template <class Block>
+FR_BLOCK bool all_gather_v_staged(Block& block, const View& view, const Shares& shares, char* data,
+                                  std::size_t count, std::size_t item) {
+  const std::size_t piece_bytes = view.layout.stage_bytes / Pipeline::kSlots / 64 * 64;
+  const std::size_t piece = piece_bytes / item;
+  const Range part = chunk_of(count, block.count(), block.index(), item);
+  const auto slot = [&](int owner, std::size_t i) {
+    return view.stage(owner, block.index()) + (i % Pipeline::kSlots) * piece_bytes;
+  };
+  const auto fill = [&](std::size_t i) {
+    const Range here = piece_of(part, i, piece);
+    shares.each(view.rank, here, [&](Range range) {
+      copy(block, slot(view.rank, i) + (range.begin - here.begin) * item, data + range.begin * item,
+           range.size() * item);
+    });
+  };
+  const auto take = [&](std::size_t i) {
+    const Range here = piece_of(part, i, piece);
+    FR_ROLLED
+    for (int p = 0; p < view.world(); ++p) {
+      if (p == view.rank) continue;
+      shares.each(p, here, [&](Range range) {
+        copy(block, data + range.begin * item, slot(p, i) + (range.begin - here.begin) * item,
+             range.size() * item);
+      });
+    }
   };
   return Pipeline::run(block, view, pieces_in(part.size(), piece), fill, take);
 }

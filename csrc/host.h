@@ -107,8 +107,8 @@ struct Kernels {
   void (*combine)(const Coding&, std::uint64_t k, const char* const* from);
   // A rank's part of a tensor of so many elements; see norm.h.
   void (*measure)(const Measure&, int rank, int world, DType, const void* tensor, std::size_t);
-  // A step of an optimizer on so many elements of a shard of a floating type; see optimizer.h.
-  void (*update)(const Update&, DType, const void* gradient, std::size_t);
+  // A step of an optimizer, of parameters of a floating type; see optimizer.h.
+  void (*update)(const Update&, DType);
 };
 
 // The best that this processor runs; FASTREDUCE_ISA names a lower one.

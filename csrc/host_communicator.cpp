@@ -186,8 +186,15 @@ void HostCommunicator::refuse_child() const {
 }
 
 void HostCommunicator::check_usable() const {
-  if (broken_) throw CallFailed{why_, view_.rank};
+  if (broken_) throw_again();
   if (closing_) throw std::runtime_error("the communicator is closed");
+}
+
+// Of an earlier call: this one has not begun.
+void HostCommunicator::throw_again() const {
+  FailureRecord record = why_;
+  record.ran = false;
+  throw CallFailed{record, view_.rank};
 }
 
 Watch HostCommunicator::make_watch(const Patience& patience,
@@ -279,7 +286,7 @@ void HostCommunicator::communicate() {
     lock.unlock();
     std::exception_ptr error;
     try {
-      if (broken_) throw CallFailed{why_, view_.rank};
+      if (broken_) throw_again();
       if (stop_ != Failure::none) {
         FailureRecord record;
         record.failure = stop_;
@@ -351,7 +358,7 @@ bool HostCommunicator::may_write(int peer) const {
 }
 
 void HostCommunicator::give_up(FailureRecord record, bool written) {
-  record.written = written;  // a peer's record tells of the peer's tensor
+  record.written = record.ran = written;  // a peer's record tells of the peer's tensor
   announce(record, epoch_);
   throw CallFailed{record, view_.rank};
 }
@@ -369,6 +376,7 @@ double HostCommunicator::execute(Call call, const void* in, void* out, const Use
   ++epoch_;
   job.in = in;
   job.out = out;
+  job.shares = use.shares;
   job.measure = use.measure;
   job.update = use.update;
   begun_ = progress_;
@@ -446,7 +454,8 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Watch& watch) 
     job.call.algorithm = Algorithm::two_shot;
   if (job.call.algorithm == Algorithm::two_shot) resolve(job);
 
-  if (job.direct && call.kind == Kind::all_reduce) {
+  // An update is as final as a store into a peer's tensor: who gives up has to know of it.
+  if (job.direct && (call.kind == Kind::all_reduce || job.update != nullptr)) {
     const int failed = claim_peers(view_, epoch_);
     if (failed >= 0) give_up(view_.failure(failed));
   }
@@ -462,7 +471,7 @@ void HostCommunicator::perform(HostBlock& leader, Job& job, const Watch& watch) 
   if (job.measure != nullptr)
     kernels().measure(*job.measure, whole ? view_.rank : 0, whole ? view_.world() : 1, call.dtype,
                       job.out, call.count);
-  if (job.update != nullptr) kernels().update(*job.update, call.dtype, job.out, call.count);
+  if (job.update != nullptr) kernels().update(*job.update, call.dtype);
 }
 
 // Virtual cores move between physical ones, every few to tens of seconds: look again and again.

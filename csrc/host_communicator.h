@@ -19,8 +19,10 @@ namespace fastreduce {
 
 class HostCommunicator;
 
-// What is done with what a rank has reduced: one of both, or nothing.
+// What is whose, where the call's kind does not say; and what is done with what a rank has reduced:
+// one of both, or nothing.
 struct Use {
+  const Shares* shares = nullptr;
   const Measure* measure = nullptr;
   const Update* update = nullptr;
 };
@@ -113,6 +115,7 @@ class HostCommunicator {
   void meet_peers(const Descriptor& own, Clock::time_point deadline,
                   const std::function<bool()>& interrupted);
   void check_usable() const;
+  [[noreturn]] void throw_again() const;
   void announce(FailureRecord& record, std::uint32_t call);
   bool may_write(int peer) const;
   [[noreturn]] void give_up(FailureRecord record, bool written = false);

@@ -85,8 +85,8 @@ class HostArithmeticOf final : public HostArithmetic {
           return reduce_measured<T, O>(out, stores, in, count, n, typed_.scale(), index, own,
                                        *gauge_);
         return reduce_units<T, O>(out, stores, in, count, n, typed_.scale(), index, own,
-                                  [&](const T* values, std::size_t i, std::size_t m) {
-                                    update_serial(*update_, values, i, m);
+                                  [&](const T* values, std::size_t, std::size_t m) {
+                                    update_serial(*update_, values, m);
                                   });
       }
     }
@@ -121,16 +121,21 @@ void measure(const Measure& measure, int rank, int world, DType dtype, const voi
   }
 }
 
-void update(const Update& update, DType dtype, const void* gradient, std::size_t n) {
+void update(const Update& update, DType dtype) {
+  const auto all = [&](auto element) {
+    using T = decltype(element);
+    for (std::size_t k = 0; k < update.runs; ++k)
+      step_serial(update.run[k].rates, Shard<T>(update.run[k].at), update.run[k].count);
+  };
   switch (dtype) {
     case DType::float32:
-      return update_serial(update, static_cast<const float*>(gradient), 0, n);
+      return all(float{});
     case DType::float64:
-      return update_serial(update, static_cast<const double*>(gradient), 0, n);
+      return all(double{});
     case DType::float16:
-      return update_serial(update, static_cast<const Half*>(gradient), 0, n);
+      return all(Half{});
     default:
-      return update_serial(update, static_cast<const BFloat16*>(gradient), 0, n);
+      return all(BFloat16{});
   }
 }
 
@@ -141,6 +146,13 @@ bool reduce(HostBlock& block, const View& view, const HostArithmetic& arithmetic
   auto* out = static_cast<char*>(job.out);
   const std::size_t count = job.call.count;
   if (job.call.algorithm == Algorithm::ring) return ring(block, view, arithmetic, in, out, count);
+  if (job.call.kind == Kind::reduce_scatter_v) {
+    const Shares& shares = *job.shares;
+    if (job.call.algorithm == Algorithm::one_shot)
+      return reduce_scatter_v_one_shot(block, view, arithmetic, epoch, shares, out, count);
+    if (job.direct) return reduce_scatter_v(block, view, arithmetic, job.peers, shares, out, count);
+    return reduce_scatter_v_staged(block, view, arithmetic, shares, out, count);
+  }
   if (job.call.algorithm == Algorithm::one_shot || job.direct)
     return reduce_direct(block, view, arithmetic, job, job.peers, epoch);
   if (job.call.kind == Kind::reduce_scatter)
@@ -149,9 +161,18 @@ bool reduce(HostBlock& block, const View& view, const HostArithmetic& arithmetic
 }
 
 bool transfer(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
-  const std::size_t bytes = job.call.count * item_bytes(job.call.dtype);
+  const std::size_t item = item_bytes(job.call.dtype);
+  const std::size_t bytes = job.call.count * item;
   const auto* in = static_cast<const char*>(job.in);
   auto* out = static_cast<char*>(job.out);
+  if (job.call.kind == Kind::all_gather_v) {
+    const Shares& shares = *job.shares;
+    const std::size_t count = job.call.count;
+    if (job.call.algorithm == Algorithm::one_shot)
+      return all_gather_v_one_shot(block, view, epoch, shares, out, count, item);
+    if (job.direct) return all_gather_v(block, view, job.peers, shares, out, count, item);
+    return all_gather_v_staged(block, view, shares, out, count, item);
+  }
   if (job.call.algorithm == Algorithm::one_shot || job.direct)
     return transfer_direct(block, view, job, job.peers, epoch);
   if (job.call.kind == Kind::all_gather) return all_gather_staged(block, view, in, out, bytes);
@@ -186,8 +207,7 @@ bool run_encoded(HostBlock& block, const View& view, const Job& job) {
 bool run(HostBlock& block, const View& view, const Job& job, std::uint32_t epoch) {
   const Call& call = job.call;
   if (call.algorithm == Algorithm::encoded) return run_encoded(block, view, job);
-  if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter)
-    return transfer(block, view, job, epoch);
+  if (!reduces(call.kind)) return transfer(block, view, job, epoch);
   return visit_types(call.dtype, call.op, [&](auto type) {
     using T = typename decltype(type)::Element;
     using O = typename decltype(type)::Operation;

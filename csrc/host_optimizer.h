@@ -1,6 +1,8 @@
 // How one host thread steps an optimizer; see optimizer.h.
 #pragma once
 
+#include <algorithm>
+
 #include "host_loops.h"
 #include "optimizer.h"
 
@@ -69,17 +71,18 @@ void step_serial(const Rates& rates, const Shard<T>& shard, std::size_t n) {
   });
 }
 
-// Elements `index` to `index + n` of a shard, whose gradients lie at `gradient`.
+// Those elements whose gradients lie in n from `gradient` on.
 template <class T>
-void update_serial(const Update& update, const T* gradient, std::size_t index, std::size_t n) {
-  for (std::size_t k = 0; k < update.runs; ++k) {
-    const Update::Run& run = update.run[k];
-    const std::size_t begin = run.begin < index ? index : run.begin;
-    const std::size_t end = run.end < index + n ? run.end : index + n;
-    if (begin >= end) continue;
-    Shard<T> shard = Shard<T>(update.base).from(begin);
-    shard.gradient = gradient + (begin - index);
-    step_serial(run.rates, shard, end - begin);
+void update_serial(const Update& update, const T* gradient, std::size_t n) {
+  const auto first = [](const Update::Run& run) { return static_cast<const T*>(run.at.gradient); };
+  const Update::Run* const end = update.run + update.runs;
+  const Update::Run* run = std::partition_point(
+      update.run, end, [&](const auto& each) { return first(each) + each.count <= gradient; });
+  for (; run != end && first(*run) < gradient + n; ++run) {
+    const Shard<T> shard(run->at);
+    const std::size_t skipped = shard.gradient < gradient ? gradient - shard.gradient : 0;
+    const std::size_t left = gradient + n - shard.gradient;
+    step_serial(run->rates, shard.from(skipped), (left < run->count ? left : run->count) - skipped);
   }
 }
 

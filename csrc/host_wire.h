@@ -15,6 +15,7 @@ class HostTeam {
  public:
   using Index = std::size_t;
   static constexpr bool kUnrolls = true;
+  static constexpr bool kLands = true;
 
   struct Tile {
     const float* at;
@@ -169,12 +170,12 @@ class HostTeam {
     float* to = values_;
     if (coding.dtype == DType::float32) to = static_cast<float*>(coding.gradient) + at;
     decode<C>(*this, record, n, [=](std::size_t i, float x) { to[i] = x; });
-    return put(coding, at, to, n);
+    return put(coding, at, Tile{to}, n);
   }
 
   // The same of values, which may be in the gradient already.
-  static std::uint32_t put(const Coding& coding, std::size_t at, const float* values,
-                           std::size_t n) {
+  static std::uint32_t put(const Coding& coding, std::size_t at, const Tile& tile, std::size_t n) {
+    const float* const values = tile.at;
     if (coding.dtype == DType::float32 && static_cast<float*>(coding.gradient) + at != values)
       std::memcpy(static_cast<float*>(coding.gradient) + at, values, n * sizeof(float));
     if (coding.dtype == DType::float16) narrow(static_cast<Half*>(coding.gradient) + at, values, n);
@@ -239,6 +240,8 @@ class HostCoder {
   }
 
   const Plan& plan() const { return coding_.plan; }
+  // Whether nothing comes back.
+  bool lands() const { return coding_.lands; }
 
   void encode(int chunk, Range runs, char* to) {
     each(chunk, runs, [&](const Run& run, const RunVerbs& verbs, std::size_t at) {

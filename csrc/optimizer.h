@@ -47,17 +47,16 @@ struct Stretch {
   void* square = nullptr;  // of adam
 };
 
-// What a call is to do with the shard that it reduces: runs of it, each with rates of its own, in
-// ascending order. `base` is of the shard's first element; its gradient is what is reduced.
+// What is to be done with gradients once they have been reduced: runs of elements, each with rates
+// of its own, in ascending order of where their gradients lie.
 struct Update {
   struct Run {
-    std::uint64_t begin;
-    std::uint64_t end;
+    Stretch at;
+    std::uint64_t count;
     Rates rates;
   };
   const Run* run = nullptr;
   std::size_t runs = 0;
-  Stretch base;
 };
 
 inline namespace FR_ISA {
@@ -71,9 +70,9 @@ struct Shard {
         master(static_cast<A*>(at.master)),
         moment(static_cast<A*>(at.moment)),
         square(static_cast<A*>(at.square)) {}
-  // From an element on, but for the gradient.
   FR_FN Shard from(std::size_t i) const {
     Shard later = *this;
+    later.gradient += i;
     later.parameter += i;
     if (master != nullptr) later.master += i;
     if (moment != nullptr) later.moment += i;

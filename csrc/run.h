@@ -18,6 +18,8 @@ struct Job {
   bool direct = false;     // `peers` holds every rank's tensor, mapped here
   void* peers[kMaxRanks];  // a broadcast fills in its root's only
   bool far = false;        // the ranks' cores share no cache
+  // Of a reduce_scatter_v or an all_gather_v, which are in place: on the host.
+  const Shares* shares = nullptr;
   // What is done with what this rank reduces, if anything: on the host.
   const Measure* measure = nullptr;
   const Update* update = nullptr;
@@ -28,6 +30,10 @@ struct Job {
 FR_FN bool measures_on_the_way(const Job& job, int rank) {
   const bool whole = job.call.kind == Kind::all_reduce && job.call.algorithm == Algorithm::one_shot;
   return whole ? rank == 0 : job.direct || job.call.algorithm == Algorithm::one_shot;
+}
+
+FR_FN bool reduces(Kind kind) {
+  return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::reduce_scatter_v;
 }
 
 // What a rank's tensor for a call has in bytes before it.
@@ -43,8 +49,7 @@ template <class Block>
 FR_BLOCK void fill_slot(Block& block, const View& view, const Job& job, std::uint32_t epoch) {
   const Call& call = job.call;
   if (call.kind == Kind::broadcast && call.root != view.rank) return;
-  const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce_scatter;
-  const std::size_t item = reduces ? item_bytes(call.dtype) : 1;
+  const std::size_t item = reduces(call.kind) ? item_bytes(call.dtype) : 1;
   const std::size_t each = call.count * item_bytes(call.dtype) / item;
   const Range part = chunk_of(each, block.count(), block.index(), item);
   const int chunks = call.kind == Kind::reduce_scatter ? view.world() : 1;

@@ -43,6 +43,32 @@ FR_FN std::size_t pieces_in(std::size_t count, std::size_t piece) {
   return (count + piece - 1) / piece;
 }
 
+// Which ranges of a buffer are whose: rank p's are range[first[p]] up to range[first[p + 1]], in
+// ascending order, and share no element.
+struct Shares {
+  const Range* range = nullptr;
+  const std::size_t* first = nullptr;
+
+  // visit(range) for those of rank p, as far as they lie in `here`.
+  template <class Visit>
+  FR_FN void each(int p, Range here, const Visit& visit) const {
+    std::size_t low = first[p];
+    for (std::size_t high = first[p + 1]; low < high;) {
+      const std::size_t middle = (low + high) / 2;
+      if (range[middle].end <= here.begin)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    for (; low < first[p + 1] && range[low].begin < here.end; ++low) {
+      const Range& own = range[low];
+      const Range part{own.begin < here.begin ? here.begin : own.begin,
+                       own.end < here.end ? own.end : here.end};
+      if (part.size() != 0) visit(part);
+    }
+  }
+};
+
 // Ring, step s of world - 1. Reduction: chunk c starts at rank c + 1 and ends, complete, at
 // rank c. Gathering: it leaves rank c and goes round once more.
 FR_FN int ring_next(int rank, int world) { return (rank + 1) % world; }

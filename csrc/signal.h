@@ -18,7 +18,15 @@
 
 namespace fastreduce {
 
-enum class Kind : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, barrier };
+enum class Kind : std::uint8_t {
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  barrier,
+  reduce_scatter_v,
+  all_gather_v
+};
 enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8 };
 enum class Op : std::uint8_t { sum, mean, min, max };
 enum class Algorithm : std::uint8_t { one_shot, two_shot, ring, low_latency, multimem, encoded };
@@ -164,6 +172,7 @@ struct FailureRecord {
   Kind kind = Kind::barrier;
   Phase phase = Phase::enter;
   bool written = false;  // the call's output may have been written in part
+  bool ran = false;      // by the rank that reports this: it has come to the end, but for a wait
   std::int32_t rank = -1;
   std::int32_t peer = -1;
   std::uint32_t epoch = 0;

@@ -258,7 +258,8 @@ inline void combine(const Coding& coding, std::uint64_t k, const char* const* me
           }
         for (std::size_t i = 0; i < n; ++i) sums[i] = sums[i] * share;
       }
-      const std::uint32_t here = team.put(coding, span.offset + begin, sums.data(), n);
+      const std::uint32_t here =
+          team.put(coding, span.offset + begin, HostTeam::Tile{sums.data()}, n);
       most = most < here ? here : most;
     }
     index += span.count;

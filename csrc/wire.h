@@ -11,6 +11,7 @@
 //   encode   e = encoding of u;  residual' = u - D(e)
 //   reduce   v = mean over the ranks of D(e), plus the reducing rank's own residual;
 //            f = encoding of v;  residual' = v - D(f), as it will stand in the gradient
+//            (or v is that rank's gradient, and nobody else's: nothing is encoded again)
 //   decode   gradient = D(f), on every rank
 //
 // New residuals are written beside the old ones: whether they count is decided once the whole step
@@ -18,6 +19,7 @@
 // of a parameter, plus the reducing ranks', is what its updates still lack.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "codec.h"
@@ -57,15 +59,35 @@ struct Plan {
   FR_FN std::size_t bytes(int chunk) const { return parts(chunk)[spans].bytes; }
 };
 
+// Which ranks reduce: of every chunk the place among those that do, or -1. Their parts of a span
+// begin with multiples of `grain` elements, a multiple of the runs' or 0 for these.
+struct Dealing {
+  std::vector<int> place;
+  int places = 0;
+  std::size_t grain = 0;
+
+  // All of `world` ranks, or those named.
+  explicit Dealing(int world, const std::vector<int>& ranks = {}) : place(world, -1) {
+    for (int p = 0; p < world; ++p)
+      if (ranks.empty() || std::find(ranks.begin(), ranks.end(), p) != ranks.end())
+        place[p] = places++;
+  }
+};
+
 // The runs of a span that a chunk consists of.
-FR_FN Range runs_of(const Span& span, int world, int chunk) {
+inline Range runs_of(const Span& span, const Dealing& dealing, int chunk) {
+  const int place = dealing.place[chunk];
+  if (place < 0) return {};
+  const int places = dealing.places;
   const std::size_t runs = (span.count + span.run - 1) / span.run;
-  const int first = static_cast<int>(span.key % static_cast<std::uint32_t>(world));
-  return part_of(runs, world, (chunk + first) % world, 1);
+  const int first = static_cast<int>(span.key % static_cast<std::uint32_t>(places));
+  const std::size_t grain = dealing.grain == 0 ? 1 : dealing.grain / span.run;
+  const Range part = part_of(runs, places, (place + first) % places, grain);
+  return part.size() == 0 ? Range{} : part;
 }
 
 // Of every chunk: of every span, and of what would follow the last.
-inline std::vector<Part> parts_of(const Plan& plan) {
+inline std::vector<Part> parts_of(const Plan& plan, const Dealing& dealing) {
   std::vector<Part> parts;
   for (int chunk = 0; chunk < plan.world; ++chunk) {
     Part part;
@@ -75,7 +97,7 @@ inline std::vector<Part> parts_of(const Plan& plan) {
         break;
       }
       const Span& span = plan.span[s];
-      const Range runs = runs_of(span, plan.world, chunk);
+      const Range runs = runs_of(span, dealing, chunk);
       part.first = runs.begin;
       parts.push_back(part);
       part.runs += runs.size();
@@ -120,6 +142,7 @@ struct Coding {
   std::uint64_t seed = 0;
   std::uint32_t step = 0;
   std::uint32_t* finite = nullptr;  // set to 0 where the result is not
+  bool lands = false;               // the mean stays in the gradient of the rank that reduces it
 };
 
 // Between hosts there can be more ranks than on one.
@@ -219,6 +242,14 @@ FR_BLOCK void reduce_run(Team& team, const Coding& coding, const Run& run, const
   const Span& span = coding.plan.span[run.span];
   const Residuals& residuals = coding.residuals[run.span];
   const int world = coding.plan.world;
+  if constexpr (Team::kLands) {
+    if (coding.lands) {
+      const auto mean = team.template mean<C>(coding, from, nullptr, run.begin, run.n);
+      if (team.put(coding, span.offset + run.begin, mean, run.n) >= limit_of(coding.dtype))
+        store_release(coding.finite, 0);
+      return;
+    }
+  }
   bool absent = true;
   for (int p = 0; p < world && absent; ++p) absent = is_absent<C>(team, from(p), run.n);
   if (absent) {

@@ -18,7 +18,10 @@ class PlanTables {
   // run.
   using Row = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t, int, bool, std::size_t>;
 
-  PlanTables(int world, const std::vector<Row>& spans) {
+  // `servers`: the ranks that reduce, none for all. Their parts begin with multiples of `grain`
+  // elements, or with any run.
+  PlanTables(int world, const std::vector<Row>& spans, const std::vector<int>& servers = {},
+             std::size_t grain = 0) {
     if (world < 1 || world > kMostSenders)
       throw std::invalid_argument("ranks: expected 1 to " + std::to_string(kMostSenders) +
                                   ", got " + std::to_string(world));
@@ -34,7 +37,13 @@ class PlanTables {
     plan_.world = world;
     plan_.spans = spans_.size();
     plan_.span = spans_.data();
-    parts_ = parts_of(plan_);
+    Dealing dealing(world, servers);
+    dealing.grain = grain;
+    if (dealing.places == 0) throw std::invalid_argument("servers: expected at least one rank");
+    for (const Span& span : spans_)
+      if (grain % span.run != 0)
+        throw std::invalid_argument("grain: expected a multiple of every run's elements");
+    parts_ = parts_of(plan_, dealing);
     plan_.part = parts_.data();
     messages_ = messages_of(plan_);
   }

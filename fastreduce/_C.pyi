@@ -41,9 +41,16 @@ class CannotShareError(RuntimeError):
 class WirePlan:
     """How a buffer's parameters are encoded, and who reduces which part: csrc/wire.h's Plan."""
 
-    def __init__(self, world: int, spans: Sequence[tuple[int, int, int, int, bool, int]]) -> None:
+    def __init__(
+        self,
+        world: int,
+        spans: Sequence[tuple[int, int, int, int, bool, int]],
+        servers: Sequence[int] = ...,
+        grain: int = 0,
+    ) -> None:
         """``spans``: offset and count of elements, key of the name, format, whether it is rounded
-        stochastically, elements of a run."""
+        stochastically, elements of a run. ``servers``: the ranks that reduce, none for all, whose
+        parts begin with multiples of ``grain`` elements, or with any run."""
 
     def message_bytes(self, chunk: int, /) -> int: ...
 
@@ -63,6 +70,7 @@ class WireCoding:
         absent: int,
         seed: int,
         step: int,
+        lands: bool = False,
     ) -> None: ...
     @property
     def address(self) -> int:
@@ -121,25 +129,25 @@ class Rates:
     correction2: float
     eps: float
 
-class Update:
-    """An optimizer's step on a shard: runs of its elements, each with rates of its own, in
-    ascending order; and where the shard's parameters and state begin (0: it has none)."""
+class Shares:
+    """Ranges of a buffer for every rank, in ascending order: csrc/schedule.h."""
 
-    def __init__(
-        self,
-        runs: Sequence[tuple[int, int, Rates]],
-        parameter: int,
-        master: int,
-        moment: int,
-        square: int,
-        /,
-    ) -> None: ...
+    def __init__(self, ranks: Sequence[Sequence[tuple[int, int]]], /) -> None: ...
+    @property
+    def address(self) -> int:
+        """The ``shares`` of a call."""
+
+class Update:
+    """An optimizer's step on runs of elements: where gradient, parameter, copy in the accumulator's
+    type, moment and square begin (0: there is none), elements, rates."""
+
+    def __init__(self, runs: Sequence[tuple[int, int, int, int, int, int, Rates]], /) -> None: ...
     @property
     def address(self) -> int:
         """The ``update`` of a call."""
 
-    def run(self, dtype: int, gradient: int, count: int, /) -> None:
-        """Of a shard of so many elements whose gradient has been reduced."""
+    def run(self, dtype: int, /) -> None:
+        """Of gradients that have been reduced."""
 
 class Listener:
     def __init__(self) -> None: ...
@@ -191,6 +199,7 @@ class HostCommunicator:
         scale: float,
         weight: float,
         segment: int,
+        shares: int,
         norms: int,
         update: int,
         /,
@@ -205,6 +214,7 @@ class HostCommunicator:
         scale: float,
         weight: float,
         segment: int,
+        shares: int,
         norms: int,
         update: int,
         /,
@@ -221,6 +231,7 @@ class HostCommunicator:
         scale: float,
         weight: float,
         segment: int,
+        shares: int,
         norms: int,
         update: int,
         notify: int,

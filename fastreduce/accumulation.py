@@ -41,12 +41,12 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
     """In which its residual is saved: complex ones have a last dimension of 2."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
-def shaped(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
     """A view of what lies in the order of the parameter's memory."""
     if not is_dense(parameter):
         return flat.view(shape_of(parameter))
@@ -250,6 +250,16 @@ class TreeAccumulator:
         spares = self._spares.setdefault(parameter, [])
         if len(spares) < len(self._levels):
             spares.append(memory)
+
+
+def shards_of(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The first of a rank's logical shards of a step, and how many it has."""
+    if count < 1 or count & (count - 1) or count % ranks:
+        raise ValueError(
+            f"count: expected a power of two that the number of ranks, {ranks}, divides (so it "
+            f"has to be one, too), got {count}"
+        )
+    return rank * (count // ranks), count // ranks
 
 
 def _add_zero(total: Tensor) -> None:

@@ -26,6 +26,7 @@ from fastreduce.norms import Norms
 from fastreduce.norms import check as check_norms
 from fastreduce.process_group import Account, Done, ProcessGroupTransport, as_timedelta, fail
 from fastreduce.rendezvous import connect_gpus, share_memory
+from fastreduce.shares import Shares
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,6 +52,7 @@ _BARRIER = (
     NOT_SHARED,
     0,
     0,
+    0,
 )
 
 _MAX_PLANS = 4096
@@ -58,8 +60,8 @@ _MAX_PLANS = 4096
 Number = TypeVar("Number", int, float)
 
 # A call as the core takes it: plan, input, output, count, root, scale, weight, segment, and the
-# addresses of norms and an update.
-_Call = tuple[int, int, int, int, int, float, float, int, int, int]
+# addresses of shares, norms and an update.
+_Call = tuple[int, int, int, int, int, float, float, int, int, int, int]
 # A Future, its tensor, who else wants to know of the call's end, and what is counted in.
 _Promise = tuple["Future[Tensor]", Tensor, "Done | None", "Norms | None"]
 
@@ -219,9 +221,10 @@ class Communicator:
                 ``"ordinary"`` is None where some rank may be absent.
             deterministic: as for the constructor, in this call.
             norms: what this rank stores of the result is counted there, at no further pass over
-                memory (but for ``ring``, tensors that are staged, and the process group);
-                :meth:`sum_norms` then brings the ranks' counts together. Of sums and means of
-                floating types, on the CPU; not before an asynchronous call has ended.
+                memory (but for ``ring``, tensors that are staged, and the process group; a GPU
+                reads its rank's part again, behind the reduction); :meth:`sum_norms` then brings
+                the ranks' counts together. Of sums and means of floating types; not before an
+                asynchronous call has ended.
             done: called once a call that is not asynchronous has succeeded, with the sum of the
                 ranks' weights and the call's times (see ``_C.Work.account``). Where tensors of the
                 CPU share memory only.
@@ -271,12 +274,12 @@ class Communicator:
         at = tensor.data_ptr()
         if async_op:
             return self._submit(
-                (plan, at, at, count, 0, scale, part, segment, counts, 0), tensor, norms=norms
+                (plan, at, at, count, 0, scale, part, segment, 0, counts, 0), tensor, norms=norms
             )
         if done is None:
-            core.run(plan, at, at, count, 0, scale, part, segment, counts, 0)
+            core.run(plan, at, at, count, 0, scale, part, segment, 0, counts, 0)
         else:
-            done(*core.run_told(plan, at, at, count, 0, scale, part, segment, counts, 0))
+            done(*core.run_told(plan, at, at, count, 0, scale, part, segment, 0, counts, 0))
         return None
 
     def all_reduce_future(
@@ -339,10 +342,14 @@ class Communicator:
                 shape = _checksum(tensor.shape)
                 with gpu.aside(tensor):
                     gpu.all_reduce(tensor, op, name, scale, shape, part)
+                    if norms is not None:
+                        norms.measure(tensor, self.rank, self.world_size)
                     future.set_result(tensor)  # whose readers' streams wait for this one
                 return
         if core is None or not tensor.is_cpu:
             self._refuse_if_deterministic("the process group", deterministic)
+            if norms is not None and not tensor.is_cpu:
+                raise ValueError(f"norms: expected None for the process group on {tensor.device}")
             done = self._measuring(tensor, norms, done)
             self._group.all_reduce_future(future, tensor, op, scale, weight, self._errors, done)
             return
@@ -352,7 +359,7 @@ class Communicator:
         segment = self._segment_of(tensor, move) if two_shot else NOT_SHARED
         at = tensor.data_ptr()
         counts = 0 if norms is None else norms.address
-        call = (plan, at, at, count, 0, scale, part, segment, counts, 0)
+        call = (plan, at, at, count, 0, scale, part, segment, 0, counts, 0)
         self._promise(future, tensor, call, done, norms)
 
     def _measuring(self, tensor: Tensor, norms: Norms | None, done: Done | None) -> Done | None:
@@ -408,6 +415,7 @@ class Communicator:
         weight: weights.Weight | None,
         totals: list[Any],
         here: bool,
+        lands: bool,
         done: Done | None,
     ) -> Future[Tensor]:
         """The mean over the ranks in wire formats; see :mod:`fastreduce.compression`.
@@ -421,19 +429,31 @@ class Communicator:
             scale, weight, done: as for :meth:`all_reduce`.
             totals: one list for all calls with these ranks' weights, empty at first.
             here: run in this thread, if ranks share memory.
+            lands: it stays with the rank that has reduced it. On the CPU only.
         """
         part = _check_factors(scale, weight, "mean", tensor)
         future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
         if self._core is None or tensor.is_cuda:
             self.exchange(tensor.device).all_reduce(
-                future, tensor, layout, coding, settle, scale, weight, totals, self._errors, done
+                future,
+                tensor,
+                layout,
+                coding,
+                settle,
+                scale,
+                weight,
+                totals,
+                self._errors,
+                done,
+                lands,
             )
             return future
         self._core.refuse_child()
         used = coding(1.0)
-        plan = enums.plan("all_reduce", tensor.dtype, "mean", "encoded", layout.checksum)
+        kind = "reduce_scatter_v" if lands else "all_reduce"
+        plan = enums.plan(kind, tensor.dtype, "mean", "encoded", layout.checksum)
         at = tensor.data_ptr()
-        call = (plan, used.address, at, tensor.numel(), 0, scale, part, NOT_SHARED, 0, 0)
+        call = (plan, used.address, at, tensor.numel(), 0, scale, part, NOT_SHARED, 0, 0, 0)
 
         def told(total: float, account: Account | None) -> None:
             settle(used)
@@ -480,7 +500,7 @@ class Communicator:
             algorithm = "two_shot"
         plan = enums.plan("all_gather", torch.uint8, "sum", algorithm, layout.checksum)
         at = messages[0].data_ptr()
-        call = (plan, message.data_ptr(), at, nbytes, 0, 1.0, weights.ORDINARY, NOT_SHARED, 0, 0)
+        call = (plan, message.data_ptr(), at, nbytes, 0, 1.0, weights.ORDINARY, NOT_SHARED, 0, 0, 0)
         if here:
             self._core.run(*call)
             finish(messages)
@@ -488,6 +508,79 @@ class Communicator:
         else:
             self._promise(future, tensor, call, lambda _, __: finish(messages))
         return future
+
+    def reduce_scatter_v(
+        self,
+        tensor: Tensor,
+        shares: Shares,
+        *,
+        scale: float = 1.0,
+        weight: weights.Weight | None = None,
+        move: bool = False,
+        update: _C.Update | None = None,
+        here: bool = False,
+    ) -> Future[Tensor]:
+        """In place: this rank's share of ``tensor`` becomes the mean over all ranks' tensors; the
+        rest stays as it is.
+
+        Args:
+            tensor: flat, of a floating type, on the CPU.
+            shares: the same on all ranks.
+            scale, weight, move: as for :meth:`all_reduce`.
+            update: done with the result, in the same loop over memory where ranks share it.
+            here: run in this thread.
+        """
+        part = _check_factors(scale, weight, "mean", tensor)
+        future: Future[Tensor] = Future()
+        if self._core is None:
+            self._refuse_if_deterministic("the process group")
+            self._group.reduce_scatter_v(
+                future, tensor, shares, self.rank, scale, weight, self._errors
+            )
+            if here:
+                future.wait()
+            if update is not None:
+                future.wait()
+                update.run(enums.DTYPE[tensor.dtype])
+            return future
+        self._core.refuse_child()
+        algorithm, segment = self._way_of(tensor, move)
+        checksum = _checksum(tensor.shape) ^ shares.checksum
+        plan = enums.plan("reduce_scatter_v", tensor.dtype, "mean", algorithm, checksum)
+        at, table = tensor.data_ptr(), shares.table(range(self.world_size))
+        call = (plan, at, at, tensor.numel(), 0, scale, part, segment, table.address, 0)
+        if here:
+            self._core.run(*call, 0 if update is None else update.address)
+            future.set_result(tensor)
+        else:
+            assert update is None
+            self._promise(future, tensor, (*call, 0), None)
+        return future
+
+    def all_gather_v(
+        self, tensor: Tensor, shares: Shares, distances: Sequence[int] | None = None
+    ) -> None:
+        """In place: all ranks' shares of ``tensor`` become what they are on their ranks; where that
+        fails through the process group, nothing has been changed.
+
+        Args:
+            tensor: flat, on the CPU.
+            shares: the same on all ranks.
+            distances: only from those ranks that come so many before this one, cyclically; the same
+                on all ranks, None for all.
+        """
+        distances = range(1, self.world_size) if distances is None else distances
+        sources = [(self.rank - distance) % self.world_size for distance in distances]
+        if self._core is None:
+            self._group.all_gather_v(tensor, shares, self.rank, distances)
+            return
+        _number("dtype", enums.DTYPE, tensor.dtype)
+        algorithm, segment = self._way_of(tensor)
+        checksum = _checksum(tensor.shape) ^ shares.checksum ^ len(sources)
+        plan = enums.plan("all_gather_v", tensor.dtype, "sum", algorithm, checksum)
+        at, table = tensor.data_ptr(), shares.table([self.rank, *sources])
+        call = (plan, at, at, tensor.numel(), 0, 1.0, weights.ORDINARY, segment, table.address)
+        self._core.run(*call, 0, 0)
 
     def sum_norms(self, *norms: Norms, told: float = 0.0) -> list[float]:
         """Brings together what the ranks have counted; collective, but where all-reduces went
@@ -537,7 +630,6 @@ class Communicator:
         async_op: bool = False,
         *,
         scale: float = 1.0,
-        _update: _C.Update | None = None,
     ) -> Work | None:
         """``output`` becomes the rank's part of the reduction over all ranks' ``input``.
 
@@ -548,8 +640,6 @@ class Communicator:
             op, async_op, scale: as for :meth:`all_reduce`.
         """
         assert isinstance(input, Tensor) and isinstance(output, Tensor)
-        # Done with the output, in the same loop over memory where ranks share it.
-        assert _update is None or (op in ("sum", "mean") and not async_op and output.is_cpu)
         _check_pair("input", input, "output", output, self.world_size)
         _number("dtype", enums.DTYPE, output.dtype)
         _number("op", enums.OP, op)
@@ -567,13 +657,8 @@ class Communicator:
             )
         if self._core is None or not output.is_cpu:
             self._refuse_if_deterministic("the process group")
-            work = self._group.reduce_scatter(output, input, op, async_op, scale)
-            if _update is not None:
-                _update.run(enums.DTYPE[output.dtype], output.data_ptr(), output.numel())
-            return work
-        return self._call(
-            "reduce_scatter", input, output, output, async_op, op=op, scale=scale, update=_update
-        )
+            return self._group.reduce_scatter(output, input, op, async_op, scale)
+        return self._call("reduce_scatter", input, output, output, async_op, op=op, scale=scale)
 
     @arrays.accepted
     def all_gather(
@@ -674,9 +759,19 @@ class Communicator:
         # One for each segment would be used up by descriptors. Small tensors never need theirs.
         if self._core is None or nbytes <= policy.one_shot_limit(self.world_size, self.topology):
             return torch.empty(shape, dtype=dtype)
+        return self._allocate(nbytes, dtype)[:count].view(shape)
+
+    def _allocate(self, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Zeros that peers can map, however few."""
+        assert self._core is not None
         self._core.refuse_child()
-        memory = _C.Allocation(self._core, nbytes)
-        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+        return torch.frombuffer(_C.Allocation(self._core, nbytes), dtype=dtype)
+
+    def ballot(self) -> Tensor:
+        """A small tensor of uint8, which ``two_shot`` finds in shared memory where there is any."""
+        if self._core is None:
+            return torch.zeros(1, dtype=torch.uint8)
+        return self._allocate(1024, torch.uint8)
 
     def connect(self, device: torch.device | str | int) -> bool:
         """Connects the ranks' GPUs now, instead of in the first call with a tensor on ``device``:
@@ -785,13 +880,10 @@ class Communicator:
         op: str = "sum",
         root: int = 0,
         scale: float = 1.0,
-        update: _C.Update | None = None,
     ) -> Work | None:
         core = self._core
         assert core is not None
-        algorithm, segment = "one_shot", NOT_SHARED
-        if input.nbytes > policy.one_shot_limit(self.world_size, self.topology):
-            algorithm, segment = "two_shot", self._shared.segment_of(input)
+        algorithm, segment = self._way_of(input)
         dtype, count = smaller.dtype, smaller.numel()
         if dtype not in enums.DTYPE:  # moved as bytes
             dtype, count = torch.uint8, smaller.nbytes
@@ -807,12 +899,19 @@ class Communicator:
             weights.ORDINARY,
             segment,
             0,
-            0 if update is None else update.address,
+            0,
+            0,
         )
         if async_op:
             return self._submit(call, input, output)
         core.run(*call)
         return None
+
+    def _way_of(self, tensor: Tensor, move: bool = False) -> tuple[str, int]:
+        """The algorithm, and the segment, of a call that is no all-reduce."""
+        if tensor.nbytes <= policy.one_shot_limit(self.world_size, self.topology):
+            return "one_shot", NOT_SHARED
+        return "two_shot", self._segment_of(tensor, move)
 
     def _submit(self, call: _Call, *tensors: Tensor, norms: Norms | None = None) -> _HostWork:
         """Queues a call. Its tensors live until it has ended, whatever its caller drops."""
@@ -906,12 +1005,13 @@ class Communicator:
             )
             if name != "process_group":
                 shape = _checksum(tensor.shape)
-                return _on_gpu(
-                    gpu,
-                    lambda: gpu.all_reduce(tensor, op, name, scale, shape, part),
-                    async_op,
-                    tensor,
-                )
+
+                def reduce() -> None:
+                    gpu.all_reduce(tensor, op, name, scale, shape, part)
+                    if norms is not None:
+                        norms.measure(tensor, self.rank, self.world_size)
+
+                return _on_gpu(gpu, reduce, async_op, tensor)
         elif algorithm != "auto":
             raise ValueError(
                 f'algorithm: expected "auto" where memory is not shared, got "{algorithm}"'

@@ -64,6 +64,9 @@ class Compression:
         seed: of stochastic rounding; the same on all ranks.
         residual_dtype: float32, or bfloat16.
         measurement: of its first passes.
+        servers: the ranks that reduce, and of how many elements their parts of a parameter consist;
+            the mean then stays with the rank that has reduced it, and all are to be told by
+            :meth:`end` whether it is finite. None: all reduce, and all get everything.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Compression:
         seed: int,
         residual_dtype: torch.dtype,
         measurement: Measurement | None = None,
+        servers: tuple[Sequence[int], int] | None = None,
     ) -> None:
         if residual_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"residual_dtype: expected float32 or bfloat16, got {residual_dtype}")
@@ -79,6 +83,7 @@ class Compression:
         self._policy = policy
         self._seed = seed & (2**64 - 1)
         self._residual_dtype = residual_dtype
+        self._servers = servers
         self._residuals: dict[str, Residual] = {}
         self._layouts: dict[tuple[Any, ...], Bucket | None] = {}
         self._starts: dict[str, Tensor] = {}  # of low-rank factors, the same on all ranks
@@ -94,7 +99,15 @@ class Compression:
     ) -> None:
         """Over which all is reduced, the parameters, and where gradients lie. Collective between
         hosts and GPUs."""
-        selects = any(wire.format in SELECTED for wire in self._policy.wires(shapes))
+        wires = self._policy.wires(shapes)
+        selects = any(wire.format in SELECTED for wire in wires)
+        if self._servers is not None:
+            for wire in wires:
+                if wire.format in (*SELECTED, "lowrank") or self._servers[1] % wire.block:
+                    raise ValueError(
+                        "wire: expected a format that encodes every element, in blocks that divide "
+                        f"{self._servers[1]}, got {wire}"
+                    )
         if selects and self._residual_dtype != torch.float32:
             raise ValueError("residual_dtype: topk, randomk and threshold need float32")
         self._communicator = communicator
@@ -195,7 +208,8 @@ class Compression:
                 each.wire, each.plain = FP32, False  # what is left is sent, and nothing is lost
             elif each.plain:
                 each.wire = native
-            if each.residual is not None and each.wire.format in enums.FORMAT:
+            kept = each.residual is not None and each.wire.format in enums.FORMAT
+            if kept and self._servers is None:
                 each.place = part_of(each.count, each.wire.block, key_of(each.name), ranks, rank)
         if all(each.plain for each in sections):
             return None
@@ -209,7 +223,8 @@ class Compression:
             else:
                 rest.append(each)
         selected = [Selected(each, ranks) for each in by_wire.values()]
-        return Bucket(Part(rest, ranks) if rest else None, selected, factored)
+        encoded = Part(rest, ranks, self._servers or ((), 0)) if rest else None
+        return Bucket(encoded, selected, factored)
 
     def all_reduce(
         self,
@@ -330,6 +345,7 @@ class Compression:
                     weight=weight,
                     totals=step.totals,
                     here=here,
+                    lands=self._servers is not None,
                     done=done,
                 )
             )
@@ -375,6 +391,7 @@ class Compression:
             0 if flags is None else flags.data_ptr(),
             self._seed,
             step.number & 0xFFFFFFFF,
+            self._servers is not None,
         )
 
     def _combine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +40,19 @@ class Section:
 class Part(Layout):
     """Parameters of a bucket that travel in one message."""
 
-    def __init__(self, sections: list[Section], world_size: int) -> None:
+    def __init__(
+        self,
+        sections: list[Section],
+        world_size: int,
+        servers: tuple[Sequence[int], int] = ((), 0),
+    ) -> None:
         rows = []
         for each in sections:
             number = enums.FORMAT.get(each.wire.format, 0)
             stochastic = each.wire.rounding == "stochastic"
             key = key_of(each.name)
             rows.append((each.offset, each.count, key, number, stochastic, each.wire.block))
-        super().__init__(world_size, rows, sections[0].parameter.device)
+        super().__init__(world_size, rows, sections[0].parameter.device, servers)
         self.sections = sections
         self._addresses: dict[tuple[Any, ...], Tensor] = {}
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import struct
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+KINDS = (
+    *("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"),
+    *("reduce_scatter_v", "all_gather_v"),
+)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 OPS = ("sum", "mean", "min", "max")
 ALGORITHMS = ("one_shot", "two_shot", "ring", "low_latency", "multimem", "encoded")
@@ -33,6 +36,8 @@ class CommunicatorError(RuntimeError):
         expected, seen: counter value (or, for a mismatch, rank 0's and the peer's value; of shapes,
             their checksums).
         intact: True if the call's tensors hold what they held before.
+        ran: True if this rank has done its own part of the call, and only waited for others' to
+            end; where it found their memory mapped, its output is whole.
     """
 
     rank: int
@@ -43,6 +48,7 @@ class CommunicatorError(RuntimeError):
     expected: object
     seen: object
     intact: bool
+    ran: bool
 
 
 class MismatchError(CommunicatorError):
@@ -92,6 +98,7 @@ def from_record(
     kind: int,
     phase: int,
     written: bool,
+    ran: bool,
     found_by: int,
     peer: int,
     epoch: int,
@@ -135,5 +142,5 @@ def from_record(
     error.rank, error.found_by, error.peer = rank, found_by, peer
     error.phase, error.epoch = PHASES[phase], epoch
     error.expected, error.seen = counters
-    error.intact = not written
+    error.intact, error.ran = not written, ran
     return error

@@ -38,6 +38,10 @@ _EXIT_SECONDS = 5.0
 class Layout:
     """What of a buffer goes to whom, and in which bytes: the same on all ranks.
 
+    Args:
+        servers: the ranks that reduce, none for all, and of how many elements their parts consist,
+            0 for any number.
+
     Attributes:
         spans: the kernels' plan.
         checksum: 32 bits by which ranks compare theirs.
@@ -49,14 +53,15 @@ class Layout:
         world_size: int,
         rows: Sequence[tuple[int, int, int, int, bool, int]],
         device: torch.device = CPU,
+        servers: tuple[Sequence[int], int] = ((), 0),
     ) -> None:
         self.device = device
         self.spans: Any = (
-            _C.WirePlan(world_size, rows)
+            _C.WirePlan(world_size, rows, *servers)
             if device.type == "cpu"
             else cuda.WirePlan(world_size, rows, device)
         )
-        self.checksum = zlib.crc32(repr(rows).encode())
+        self.checksum = zlib.crc32(repr((rows, servers)).encode())
         self.sizes = [self.spans.message_bytes(chunk) for chunk in range(world_size)]
         self.known = False  # that all ranks have the same
         self._memory: dict[str, list[Tensor]] = {}
@@ -205,10 +210,12 @@ class Exchange(_Way):
         totals: list[Any],
         errors: list[Exception],
         done: Done | None,
+        lands: bool = False,
     ) -> None:
         """``tensor`` becomes the mean; then ``settle`` is called, and ``future`` is completed. An
         exception is also added to ``errors``, and ends all later calls. ``totals`` takes the sum of
-        the ranks' weights, if it is empty: calls that share it find it once."""
+        the ranks' weights, if it is empty: calls that share it find it once. ``lands``: the mean
+        stays with the rank that has reduced it, and nothing comes back."""
         guarded = partial(self._guarded, future, errors)
 
         def go() -> None:
@@ -222,7 +229,7 @@ class Exchange(_Way):
             own = layout.sizes[self.rank]
             sent = layout.memory("sent", layout.sizes)
             arrived = layout.memory("arrived", [own] * self.world_size)
-            results = layout.memory("results", layout.sizes)
+            results = [] if lands else layout.memory("results", layout.sizes)
             out, back = self._receive(self._out, arrived), self._receive(self._back, results)
             for chunk in self._others:
                 used.encode(chunk, sent[chunk].data_ptr())
@@ -239,8 +246,9 @@ class Exchange(_Way):
             results: list[Tensor],
             back: list[Any],
         ) -> None:
-            used.reduce([each.data_ptr() for each in arrived], results[self.rank].data_ptr())
-            for rank in self._others:
+            own = (results or arrived)[self.rank].data_ptr()
+            used.reduce([each.data_ptr() for each in arrived], own)
+            for rank in self._others if results else ():
                 back += self._send(self._back, results[self.rank], rank)
             for work in back:
                 work.wait()
@@ -288,7 +296,8 @@ class Exchange(_Way):
         """From all others. Before anything is sent: on gloo's one connection for a pair of ranks,
         what says that a rank is ready would wait behind the data that it sends (measured: twice the
         time on 2 hosts, and gloo's own all-to-all takes that)."""
-        return [group.recv([messages[p]], p, 0) for p in self._others if messages[p].numel()]
+        expected = [p for p in self._others if messages and messages[p].numel()]
+        return [group.recv([messages[p]], p, 0) for p in expected]
 
     def _send(self, group: Any, message: Tensor, rank: int) -> list[Any]:
         return [group.send([message], rank, 0)] if message.numel() else []
@@ -352,10 +361,12 @@ class CudaExchange(_Way):
         totals: list[Any],
         errors: list[Exception],
         done: Done | None,
+        lands: bool = False,
     ) -> None:
-        """As :meth:`Exchange.all_reduce`, but that ``future`` is completed once all is launched;
-        whoever reads it lets its streams wait. ``done`` is not called: what the ranks' weights
-        come to is known to the device alone, where mixed ones make a NaN."""
+        """As :meth:`Exchange.all_reduce`, but that nothing ``lands``, and that ``future`` is
+        completed once all is launched; whoever reads it lets its streams wait. ``done`` is not
+        called: what the ranks' weights come to is known to the device alone, where mixed ones make
+        a NaN."""
 
         def launch() -> None:
             own, longest = layout.sizes[self.rank], max(layout.sizes)

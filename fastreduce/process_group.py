@@ -3,7 +3,7 @@ tensors that do not lie in a CPU's memory. The backend decides the order of summ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,8 @@ from fastreduce.weights import Weight, announcement, total_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from fastreduce.shares import Shares
 
 Object = TypeVar("Object")
 
@@ -86,6 +88,20 @@ def fail(future: Future[Tensor], error: Exception, errors: list[Exception]) -> N
     if not errors:
         errors.append(error)
     future.set_exception(error)  # type: ignore[arg-type]
+
+
+def failing(future: Future[Tensor]) -> Future[Tensor]:
+    """A Future whose exception DDP can read: in C++, which knows one only if a callback has raised
+    it."""
+    return future.then(value_of)
+
+
+def value_of(future: Future[Tensor]) -> Tensor:
+    """For a callback: a Future's value, or its exception."""
+    try:
+        return future.value()
+    finally:
+        del future  # which holds the exception that would hold this frame
 
 
 def _nothing() -> None:
@@ -227,14 +243,75 @@ class ProcessGroupTransport:
         work = _reduce_scatter(summed, whole, how, group=group, async_op=async_op)
         return self._finish(work, lambda: self._settle(output, summed, op, how))
 
+    def reduce_scatter_v(
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        shares: Shares,
+        rank: int,
+        scale: float,
+        weight: Weight | None,
+        errors: list[Exception],
+    ) -> None:
+        """``future`` is completed with ``tensor``; an exception is also added to ``errors``."""
+        group = self._group
+        total = self._total_of(weight, tensor)
+        whole = _staged(tensor, "mean", scale, in_place=False, weighted=weight is not None)
+        # One by one: gloo's reduce-scatter is an all-reduce, and takes equal parts.
+        parts = [shares.taken(whole, p) for p in range(self._world_size)]
+        summed = parts[rank]
+        how = self._operation(summed, "mean", total)
+        works = [
+            dist.reduce(part, self._global(p), how, group=group, async_op=True)
+            for p, part in enumerate(parts)
+            if part.numel()
+        ]
+
+        def finish(ended: Future[list[Any]]) -> None:
+            try:
+                for each in ended.value():
+                    each.value()
+                self._settle(summed, summed, "mean", how, total)
+                shares.put(tensor, rank, summed)
+            except Exception as error:
+                fail(future, error, errors)
+            else:
+                future.set_result(tensor)
+
+        futures = [work.get_future() for work in works]
+        torch.futures.collect_all(futures).add_done_callback(finish)
+
+    def all_gather_v(
+        self, tensor: Tensor, shares: Shares, rank: int, distances: Sequence[int]
+    ) -> None:
+        ranks = self._world_size
+        sources = [(rank - distance) % ranks for distance in distances]
+        targets = [(rank + distance) % ranks for distance in distances]
+        arrived = {p: tensor.new_empty(shares.size(p)) for p in sources if shares.size(p)}
+        own = shares.taken(tensor, rank).view(torch.uint8)
+        # Receives come first: see Exchange.
+        works = [
+            dist.irecv(each.view(torch.uint8), self._global(p), group=self._group)
+            for p, each in arrived.items()
+        ]
+        if own.numel():
+            works += [dist.isend(own, self._global(p), group=self._group) for p in targets]
+        for work in works:
+            if work is not None:
+                work.wait()
+        for p, values in arrived.items():
+            shares.put(tensor, p, values)
+
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> _Work | None:
         work = _all_gather(output, input, group=self._group, async_op=async_op)
         return self._finish(work, _nothing)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> _Work | None:
-        source = root if self._group is None else dist.get_global_rank(self._group, root)
-        work = dist.broadcast(tensor, source, group=self._group, async_op=async_op)
+        work = dist.broadcast(tensor, self._global(root), group=self._group, async_op=async_op)
         return self._finish(work, _nothing)
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def barrier(self, async_op: bool) -> _Work | None:
         work = dist.barrier(group=self._group, async_op=async_op)

@@ -180,6 +180,10 @@ class Policy:
             self._fingerprints[phase] = zlib.crc32(repr((said, self._small_bytes)).encode())
         return self._fingerprints[phase]
 
+    def fingerprints(self, shapes: Mapping[str, torch.Size]) -> list[int]:
+        """Those of all steps."""
+        return [self.fingerprint(shapes, step) for step, _ in self._from]
+
     def wires(self, shapes: Mapping[str, torch.Size]) -> set[Wire]:
         """All that these parameters ever have."""
         steps = [first for first, _ in self._from]

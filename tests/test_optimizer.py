@@ -53,16 +53,20 @@ class Ours:
         self.moments = [torch.zeros(len(weight), dtype=wide) for _ in self.rule.moments(self.group)]
 
     def step(self, number: int, gradient: torch.Tensor, scale: float = 1.0) -> None:
-        state = [self.weight, self.master, *self.moments]
-        at = [0 if each is None else each.data_ptr() for each in state]
-        at += [0] * (2 - len(self.moments))
+        state = [gradient, self.weight, self.master, *self.moments]
+        state += [None] * (2 - len(self.moments))
         count = len(self.weight)
-        # In runs: what is before and after is as it was.
+        # In runs, in any order: what is before and after is as it was.
         cut = count // 3
-        runs = [(0, cut), (cut, count)]
         rates = self.rule.rates(self.group, number, number == 1, scale)
-        update = _C.Update([(begin, end, rates) for begin, end in runs], *at)
-        update.run(enums.DTYPE[self.weight.dtype], gradient.data_ptr(), count)
+        rows = []
+        for begin, end in ((cut, count), (0, cut)):
+            at = [
+                0 if each is None else each.data_ptr() + begin * each.element_size()
+                for each in state
+            ]
+            rows.append((*at, end - begin, rates))
+        _C.Update(rows).run(enums.DTYPE[self.weight.dtype])
 
 
 def referred(name: str, state: list[Any], gradient: torch.Tensor, step: int) -> list[Any]:

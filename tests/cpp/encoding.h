@@ -426,7 +426,7 @@ class Planned {
     plan_.spans = spans_.size();
     plan_.span = spans_.data();
     for (const Span& span : spans_) plan_.record = std::max(plan_.record, span.record());
-    parts_ = parts_of(plan_);
+    parts_ = parts_of(plan_, Dealing(plan_.world));
     plan_.part = parts_.data();
   }
   Planned(const Planned&) = delete;

@@ -29,9 +29,15 @@ enum class Form {
   reduce_scatter_one_shot,
   reduce_scatter,
   reduce_scatter_staged,
+  reduce_scatter_v_one_shot,
+  reduce_scatter_v,
+  reduce_scatter_v_staged,
   all_gather_one_shot,
   all_gather,
   all_gather_staged,
+  all_gather_v_one_shot,
+  all_gather_v,
+  all_gather_v_staged,
   broadcast_one_shot,
   broadcast,
   broadcast_staged,
@@ -54,9 +60,15 @@ constexpr const char* kForms[] = {
     "reduce_scatter_one_shot",
     "reduce_scatter",
     "reduce_scatter_staged",
+    "reduce_scatter_v_one_shot",
+    "reduce_scatter_v",
+    "reduce_scatter_v_staged",
     "all_gather_one_shot",
     "all_gather",
     "all_gather_staged",
+    "all_gather_v_one_shot",
+    "all_gather_v",
+    "all_gather_v_staged",
     "broadcast_one_shot",
     "broadcast",
     "broadcast_staged",
@@ -70,7 +82,15 @@ inline const char* name_of(Form form) { return kForms[static_cast<int>(form)]; }
 
 inline bool is_one_shot(Form form) {
   return form == Form::one_shot || form == Form::reduce_scatter_one_shot ||
-         form == Form::all_gather_one_shot || form == Form::broadcast_one_shot;
+         form == Form::all_gather_one_shot || form == Form::broadcast_one_shot ||
+         form == Form::reduce_scatter_v_one_shot || form == Form::all_gather_v_one_shot;
+}
+// Of shares that differ, in place.
+inline bool is_reduce_scatter_v(Form form) {
+  return form >= Form::reduce_scatter_v_one_shot && form <= Form::reduce_scatter_v_staged;
+}
+inline bool is_all_gather_v(Form form) {
+  return form >= Form::all_gather_v_one_shot && form <= Form::all_gather_v_staged;
 }
 inline bool greets(Form form) { return form >= Form::low_latency; }
 inline bool is_reduce_scatter(Form form) {
@@ -94,6 +114,8 @@ inline std::size_t largest_count(Form form, const Shape& shape, std::size_t item
     case Form::all_gather_one_shot:
     case Form::broadcast_one_shot:
     case Form::greeted_one_shot:
+    case Form::reduce_scatter_v_one_shot:
+    case Form::all_gather_v_one_shot:
       return shape.slot_bytes / item;
     case Form::low_latency:
       return shape.inbox_bytes / item;
@@ -109,6 +131,8 @@ inline std::size_t largest_count(Form form, const Shape& shape, std::size_t item
       return 6 * blocks * (stage / world / item) + 5;
     case Form::all_gather_staged:
     case Form::broadcast_staged:
+    case Form::reduce_scatter_v_staged:
+    case Form::all_gather_v_staged:
       return 6 * blocks * (stage / item) + 5;
     default:
       return 300 * blocks + 5;
@@ -137,6 +161,38 @@ inline std::size_t count_of(int call, std::size_t largest, Random& random) {
       return random.below(limit) + 1;
   }
 }
+
+// Ranges of any size for every rank, and some for none.
+class Deal {
+ public:
+  Deal() = default;
+  Deal(std::size_t count, int world, Random& random) {
+    std::vector<std::vector<Range>> ranks(world);
+    for (std::size_t begin = 0; begin < count;) {
+      const std::size_t most = random.below(3) == 0 ? count : 50;
+      const std::size_t end = std::min(count, begin + 1 + random.below(std::uint32_t(most)));
+      const std::size_t owner = random.below(std::uint32_t(world + 1));
+      if (owner < ranks.size()) ranks[owner].push_back({begin, end});
+      begin = end;
+    }
+    for (const auto& ranges : ranks) {
+      first_.push_back(ranges_.size());
+      ranges_.insert(ranges_.end(), ranges.begin(), ranges.end());
+    }
+    first_.push_back(ranges_.size());
+  }
+  Shares shares() const { return {ranges_.data(), first_.data()}; }
+  // visit(i) for all elements of a rank.
+  template <class Visit>
+  void each(int rank, const Visit& visit) const {
+    for (std::size_t k = first_[rank]; k < first_[rank + 1]; ++k)
+      for (std::size_t i = ranges_[k].begin; i < ranges_[k].end; ++i) visit(i);
+  }
+
+ private:
+  std::vector<Range> ranges_;
+  std::vector<std::size_t> first_;
+};
 
 // A tensor of every rank, in the same memory from call to call: what a peer still reads or
 // writes when the next call begins must be noticed. It begins at some element, and the elements
@@ -243,6 +299,7 @@ class Collective : public Exercise {
     std::size_t count = 0;
     bool in_place = false;
     int root = 0;
+    Deal deal;
     Factors factors;
     std::vector<std::vector<T>> inputs;   // of each rank
     std::vector<std::vector<T>> outputs;  // of each rank
@@ -306,6 +363,13 @@ class Reduction : public Collective<T> {
         return reduce_scatter_one_shot(block, view, arithmetic, epoch, out, count);
       case Form::reduce_scatter:
         return reduce_scatter(block, view, arithmetic, all, out, count);
+      case Form::reduce_scatter_v_one_shot:
+        return reduce_scatter_v_one_shot(block, view, arithmetic, epoch, plan.deal.shares(), out,
+                                         count);
+      case Form::reduce_scatter_v:
+        return reduce_scatter_v(block, view, arithmetic, all, plan.deal.shares(), out, count);
+      case Form::reduce_scatter_v_staged:
+        return reduce_scatter_v_staged(block, view, arithmetic, plan.deal.shares(), out, count);
       default:
         return reduce_scatter_staged(block, view, arithmetic, in, out, count);
     }
@@ -393,7 +457,9 @@ class Reduction : public Collective<T> {
     made.form = form;
     made.count = count_of(call, largest_count(form, shape, sizeof(T), sizeof(AccOf<T>)), random);
     made.in_place = form == Form::two_shot || form == Form::greeted_two_shot ||
-                    form == Form::multimem || (!is_reduce_scatter(form) && call % 3 == 0);
+                    form == Form::multimem || is_reduce_scatter_v(form) ||
+                    (!is_reduce_scatter(form) && call % 3 == 0);
+    if (is_reduce_scatter_v(form)) made.deal = Deal(made.count, world, random);
     if (call % 3 == 1) made.factors = {1, 1.0 / world, world};
     if (call % 3 == 2) made.factors = {0.7, 1.3, 3};
 
@@ -414,11 +480,15 @@ class Reduction : public Collective<T> {
       sums.push_back(narrowed<T>(scaled_result(sum, made.factors)));
     }
     for (int p = 0; p < world; ++p) {
-      if (is_reduce_scatter(form))
+      if (is_reduce_scatter_v(form)) {
+        made.outputs.push_back(made.inputs[p]);
+        made.deal.each(p, [&](std::size_t i) { made.outputs[p][i] = sums[i]; });
+      } else if (is_reduce_scatter(form)) {
         made.outputs.emplace_back(sums.begin() + p * made.count,
                                   sums.begin() + (p + 1) * made.count);
-      else
+      } else {
         made.outputs.push_back(sums);
+      }
     }
     return made;
   }
@@ -448,6 +518,12 @@ class Transfer : public Collective<char> {
         return all_gather(block, view, all, out, count);
       case Form::all_gather_staged:
         return all_gather_staged(block, view, own, out, count);
+      case Form::all_gather_v_one_shot:
+        return all_gather_v_one_shot(block, view, epoch, plan.deal.shares(), out, count, 1);
+      case Form::all_gather_v:
+        return all_gather_v(block, view, all, plan.deal.shares(), out, count, 1);
+      case Form::all_gather_v_staged:
+        return all_gather_v_staged(block, view, plan.deal.shares(), out, count, 1);
       case Form::broadcast_one_shot:
         return broadcast_one_shot(block, view, epoch, plan.root, out, count);
       case Form::broadcast:
@@ -480,6 +556,14 @@ class Transfer : public Collective<char> {
     std::vector<char> gathered;
     for (const auto& input : made.inputs)
       gathered.insert(gathered.end(), input.begin(), input.end());
+    if (is_all_gather_v(form)) {
+      made.deal = Deal(made.count, shape.world, random);
+      made.outputs = made.inputs;
+      for (auto& output : made.outputs)
+        for (int p = 0; p < shape.world; ++p)
+          made.deal.each(p, [&](std::size_t i) { output[i] = made.inputs[p][i]; });
+      return made;
+    }
     made.outputs.assign(shape.world, is_all_gather(form) ? gathered : made.inputs[made.root]);
     return made;
   }
@@ -492,6 +576,7 @@ class SharedCoder {
       : coder_(coding), coding_(coding), block_(block) {}
 
   const fastreduce::Plan& plan() const { return coding_.plan; }
+  bool lands() const { return coding_.lands; }
   void encode(int chunk, Range runs, char* to) {
     each(chunk, runs, [&](Range run, std::size_t at) { coder_.encode(chunk, run, to + at); });
   }
