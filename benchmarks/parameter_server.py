@@ -67,8 +67,8 @@ def server(count: int, ranks: int) -> Variant:
         served._used.fill_(1)
         served.step()
         for bucket in served._buckets:  # as zero_grad(), but for the zeros
-            bucket.reduced = False
-        served._launched = 0
+            bucket.work = None
+        served._pass = type(served._pass)()
 
     return Variant([each.grad for each in parameters if each.grad is not None], step)
 

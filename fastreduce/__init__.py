@@ -29,6 +29,7 @@ from fastreduce.grad_norm import GradientNorm
 from fastreduce.grad_scaler import GradScaler
 from fastreduce.norms import Norm, Norms
 from fastreduce.parameter_server import ParameterServer
+from fastreduce.server_state import merge_shards
 from fastreduce.wire import Wire
 
 __version__ = "0.1.0"
@@ -53,4 +54,5 @@ __all__ = [
     "all_reduce_hook",
     "attach",
     "instruction_set",
+    "merge_shards",
 ]

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from fastreduce import _C
 
 _SGD, _ADAM, _ADAMW = range(3)  # csrc/optimizer.h
-_UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
+_UNSUPPORTED = ("amsgrad", "differentiable")
 _WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
@@ -35,6 +35,11 @@ class Rule:
         if self._kind == _SGD:
             return ["momentum_buffer"] if group["momentum"] != 0 else []
         return ["exp_avg", "exp_avg_sq"]
+
+    @property
+    def kept(self) -> list[str]:
+        """All that :meth:`moments` can name."""
+        return ["momentum_buffer"] if self._kind == _SGD else ["exp_avg", "exp_avg_sq"]
 
     @property
     def counts_steps(self) -> bool:
@@ -64,8 +69,11 @@ def rule_of(optimizer: type[Optimizer], group: dict[str, Any]) -> Rule | None:
     """None where torch has to step: another class, or options that the kernels do not know.
 
     Raises:
-        ValueError: an optimizer of torch's that does not work element by element.
+        ValueError: an optimizer of torch's that does not work element by element, or an option that
+            is for GPUs.
     """
+    if group.get("capturable"):
+        raise ValueError("capturable: expected False on the CPU")
     if optimizer.__name__ in _WHOLE:
         raise ValueError(f"optimizer_class: {optimizer.__name__} does not work element by element")
     if any(group.get(option) for option in _UNSUPPORTED):
