@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bucket.h"
+#include "device_norm.h"
 #include "run.h"
 #include "wire.h"
 
@@ -85,6 +86,7 @@ class Driver {
   virtual void launch(const Launch& launch, int blocks, Address stream) = 0;
   virtual void convert(const Moves& moves, Address stream) = 0;
   virtual void wire(const WireLaunch& launch, Address stream) = 0;
+  virtual void norm(const NormLaunch& launch, Address stream) = 0;
 };
 
 // The one that is there.

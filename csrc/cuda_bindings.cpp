@@ -1,5 +1,7 @@
 // Python bindings of the CUDA target: pointers, counts and stream handles in; nothing is decided
 // here.
+#include <algorithm>
+
 #include "bindings.h"
 #include "cuda_communicator.h"
 #include "wire_tables.h"
@@ -108,6 +110,27 @@ PYBIND11_MODULE(_cuda, m) {
         for (std::size_t i = 0; i < counts.size();) i = launch(i);
       },
       py::call_guard<py::gil_scoped_release>());
+
+  m.attr("NORM_WORDS") = sizeof(NormBins) / sizeof(std::uint64_t);
+  m.def(
+      "norm",
+      [](int dtype, Address tensor, std::uint64_t begin, std::uint64_t end, Address ends,
+         std::size_t sections, Address bins, Address stream) {
+        NormLaunch launch;
+        launch.dtype = static_cast<DType>(dtype);
+        launch.tensor = reinterpret_cast<const void*>(tensor);
+        launch.begin = begin;
+        launch.end = end;
+        launch.ends = reinterpret_cast<const std::uint64_t*>(ends);
+        launch.sections = sections;
+        launch.bins = reinterpret_cast<NormBins*>(bins);
+        cuda_driver().norm(launch, stream);
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def("norms_of", [](Address bins, std::size_t sections, Address to) {
+    const auto* from = reinterpret_cast<const NormBins*>(bins);
+    std::transform(from, from + sections, reinterpret_cast<Norm*>(to), norm_of);
+  });
 
   py::class_<DevicePlan, std::shared_ptr<DevicePlan>>(m, "WirePlan")
       .def(py::init<int, const std::vector<PlanTables::Row>&>(), py::arg("world"), py::arg("spans"))

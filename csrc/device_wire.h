@@ -46,6 +46,7 @@ class DeviceTeam : public Lanes {
  public:
   using Index = std::uint32_t;
   static constexpr bool kUnrolls = false;
+  static constexpr bool kLands = false;
 
   DeviceTeam() = default;
   explicit DeviceTeam(const Lanes& lanes) : Lanes(lanes) {}

@@ -22,10 +22,6 @@ using Floats = float __attribute__((vector_size(kVectorBytes / 2)));
 using FloatBits = std::uint32_t __attribute__((vector_size(kVectorBytes / 2)));
 using Shorts = std::uint16_t __attribute__((vector_size(kVectorBytes / 4)));
 
-inline std::uint64_t magnitude_of_double(double value) {
-  return double_bits(value) & ~(std::uint64_t{1} << 63);
-}
-
 // The three conversions, which gcc 12 takes apart where it is asked for __builtin_convertvector().
 inline Doubles to_doubles(const Floats& values) {
 #if defined(__AVX512F__)
@@ -118,8 +114,6 @@ class Squares {
   FloatBits most_ = {};
   std::uint64_t most_alone_ = 0;
 };
-
-constexpr std::uint64_t kInfiniteDouble = std::uint64_t{0x7ff} << 52;
 
 // Calls visit(done, m) for the units of elements `index` to `index + n`, one after the other.
 template <class Visit>

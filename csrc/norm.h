@@ -35,6 +35,11 @@ inline namespace FR_ISA {
 constexpr std::size_t kUnit = 1024;
 constexpr std::size_t kLanes = 32;
 
+constexpr std::uint64_t kInfiniteDouble = std::uint64_t{0x7ff} << 52;
+FR_FN std::uint64_t magnitude_of_double(double value) {
+  return double_bits(value) & ~(std::uint64_t{1} << 63);
+}
+
 // 2^exponent, of a normal number.
 FR_FN double power_of_two(int exponent) {
   return bits_double(static_cast<std::uint64_t>(exponent + 1023) << 52);

@@ -3,6 +3,7 @@
 
 #include "cuda_error.h"
 #include "device_wire.h"
+#include "warp.h"
 
 namespace fastreduce {
 namespace {
@@ -12,15 +13,6 @@ constexpr int kWarps = kThreads / 32;  // of a block
 // Of a multiprocessor, at once: what registers allow.
 constexpr int kBlocksEach = 4;
 constexpr int kBlocksReducing = 3;
-
-struct WarpLanes {
-  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  __device__ std::uint32_t other(std::uint32_t word, int apart) const {
-    return __shfl_xor_sync(~0u, word, apart);
-  }
-  __device__ void sync() const { __syncwarp(); }
-  __device__ bool all(bool value) const { return __all_sync(~0u, value) != 0; }
-};
 
 __device__ std::size_t warp() { return std::size_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
 __device__ std::size_t warps() { return std::size_t(gridDim.x) * kWarps; }
@@ -62,12 +54,8 @@ Kernel kernel_of(const WireLaunch& launch) {
 
 void launch_wire(const WireLaunch& launch, cudaStream_t stream) {
   if (launch.runs == 0) return;
-  int device = 0;
-  int processors = 0;
-  check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const int each = launch.step == WireStep::reduce ? kBlocksReducing : kBlocksEach;
-  const auto most = static_cast<std::size_t>(processors) * static_cast<std::size_t>(each);
+  const auto most = static_cast<std::size_t>(processors()) * static_cast<std::size_t>(each);
   const std::size_t blocks = (launch.runs + kWarps - 1) / kWarps;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));

@@ -27,6 +27,25 @@ def convert(
     /,
 ) -> None: ...
 
+NORM_WORDS: int
+
+def norm(
+    dtype: int,
+    tensor: int,
+    begin: int,
+    end: int,
+    ends: int,
+    sections: int,
+    bins: int,
+    stream: int,
+    /,
+) -> None:
+    """Measures elements of a tensor, from a unit's first on: csrc/device_norm.h. ``ends`` are those
+    of the sections, ``bins`` NORM_WORDS for each; both on the device."""
+
+def norms_of(bins: int, sections: int, to: int, /) -> None:
+    """Of bins in the host's memory, _C.NORM_BYTES for every section."""
+
 class WirePlan:
     """As _C.WirePlan: rows of offset, count, key, format, stochastic, run."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastreduce import enums, policy, weights
+from fastreduce import _C, enums, policy, weights
 from fastreduce.process_group import as_timedelta
 
 try:
@@ -450,6 +450,56 @@ class Flag:
     def __bool__(self) -> bool:
         self._known.synchronize()
         return bool(self._told)
+
+
+class NormTable:
+    """What has been measured on one device and not yet been taken from there: csrc/device_norm.h.
+
+    Args:
+        ends: of the sections, in elements.
+        device: whose tensors are measured.
+    """
+
+    def __init__(self, ends: Sequence[int], device: torch.device) -> None:
+        if reason := problem():
+            raise RuntimeError(f"norms: gradients on GPUs cannot be measured: {reason}")
+        self._device = device
+        self._ends = on_device(torch.tensor(ends, dtype=torch.int64), device)
+        words = _cuda.NORM_WORDS
+        self._bins = torch.zeros(len(ends), words, dtype=torch.int64, device=device)
+        self._last = torch.cuda.Event()
+        self._last.record(torch.cuda.current_stream(device))
+
+    def measure(self, tensor: Tensor, begin: int, end: int) -> None:
+        """Elements of a contiguous tensor, from a unit's first on, on the current stream."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._last)
+        for each in (self._ends, self._bins):
+            each.record_stream(stream)
+        with torch.cuda.device(self._device):
+            _cuda.norm(
+                enums.DTYPE[tensor.dtype],
+                tensor.data_ptr(),
+                begin,
+                end,
+                self._ends.data_ptr(),
+                self._ends.numel(),
+                self._bins.data_ptr(),
+                int(stream.cuda_stream),
+            )
+        self._last.record(stream)
+
+    def take(self) -> Tensor:
+        """The counts, int64, (sections, columns), on the CPU; then it is empty. Waits for the
+        device."""
+        self._last.synchronize()
+        found = self._bins.cpu()
+        self._bins.zero_()
+        self._last.record(torch.cuda.current_stream(self._device))
+        columns = _C.NORM_BYTES // 8
+        table = torch.empty(len(found), columns, dtype=torch.int64)
+        _cuda.norms_of(found.data_ptr(), len(found), table.data_ptr())
+        return table
 
 
 class WirePlan:

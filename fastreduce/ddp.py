@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fastreduce import compiled, reducer, sparse, weights
-from fastreduce.accumulation import Shards, TreeAccumulator, elements_of, parts_of
+from fastreduce.accumulation import Shards, TreeAccumulator, elements_of, parts_of, shards_of
 from fastreduce.communicator import Communicator, said_by_all
 from fastreduce.compression import Compression, Step
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
 from fastreduce.grad_norm import Counting, GradientNorm, GradientNorms, PassNorms, agree
 from fastreduce.grad_scaler import GradScaler
 from fastreduce.measure import Measurement
-from fastreduce.process_group import Account, Done, fail
+from fastreduce.process_group import Account, Done, fail, failing, value_of
 from fastreduce.stats import BucketStats, StepStats, summary
 from fastreduce.wire import SMALL_BYTES, Policy, Schedule
 
@@ -114,6 +114,7 @@ class HookState:
         self._bucket_names: dict[nn.Parameter, str] = {}
         self._unnoted = 0  # a pass that had begun before use could be noted, if any
         self._elements = 0  # of the model's buckets
+        self.on_gpus = False  # some parameter is
         self._given = weights.Given()
         self._handles: list[RemovableHandle] = []
         self._watch: RemovableHandle | None = None  # of forward passes
@@ -167,8 +168,7 @@ class HookState:
             if parameter.requires_grad and name not in ignored
         }
         self._elements = sum(map(elements_of, self._names))
-        if self._norms is not None:
-            self._refuse_counting_elsewhere()
+        self.on_gpus = any(each.is_cuda for each in self._names)
         # Frozen ones, too: DDP's buckets are as they were when it was made.
         self._bucket_names = {each: name for name, each in model.module.named_parameters()}
         if self._compression is not None:
@@ -293,7 +293,6 @@ class HookState:
         :class:`GradScaler`, which calls this."""
         if not self._count_unused:
             raise ValueError("GradScaler: expected a state with count_unused=True")
-        self._refuse_counting_elsewhere()
         if any(each.dtype == torch.float16 for each in self._names):
             raise ValueError(
                 "GradScaler: expected no float16 parameters, whose unscaled gradients would be "
@@ -301,10 +300,6 @@ class HookState:
             )
         self._scaler = scaler
         self._norms = self._norms or GradientNorms(True)
-
-    def _refuse_counting_elsewhere(self) -> None:
-        if any(not each.is_cpu for each in self._names):
-            raise RuntimeError("norms and GradScaler: expected parameters on the CPU")
 
     def averages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's gradient goes through this state."""
@@ -407,7 +402,9 @@ class HookState:
                     tensor, weighted=weight is not None, deterministic=ordered
                 )
             current.stats.buckets[-1].algorithm = self._algorithms[key]
-        norms = None if current.norms is None else current.norms.take(tensor)
+        norms = None
+        if current.norms is not None and tensor.is_cpu:  # others are counted as they are settled
+            norms = current.norms.take(tensor)
         how: dict[str, Any] = {"move": True, "deterministic": ordered, "norms": norms, "done": note}
         if here:
             self.communicator.all_reduce(tensor, scale=scale, weight=weight, **how)
@@ -416,9 +413,9 @@ class HookState:
 
     def _sum_norms(self, current: "_Pass", norms: PassNorms) -> None:
         """Of a pass whose last bucket has been averaged, or fails, as those before may."""
-        for earlier in current.futures:
+        for earlier in [] if self.on_gpus else current.futures:
             earlier.wait()
-        norms.sum(current.loss_scale)
+        norms.sum(current.loss_scale, later=self.on_gpus)
 
     def _unused(self, parameters: list[tuple[str, nn.Parameter]], buffer: Tensor) -> set[str]:
         """Of a bucket's parameters those to whose gradient this rank adds nothing."""
@@ -481,7 +478,7 @@ class HookState:
                 self._fresh += 1
                 if self._norms is not None and current.norms is not None:
                     if not self.communicator.shared_memory:
-                        current.norms.sum(current.loss_scale)
+                        current.norms.sum(current.loss_scale, later=self.on_gpus)
                     self._norms.end(current.norms)
                 if compression is not None:
                     assert current.step is not None
@@ -530,7 +527,8 @@ class HookState:
                 scale = self._scaler.get_scale()
                 current.loss_scale = math.nan if joined else scale
                 current.scale /= scale
-                if not self.communicator.shared_memory:  # else when the norms are brought together
+                # Else when the norms are brought together.
+                if not (self.communicator.shared_memory or self.on_gpus):
                     agree(said_by_all(self.communicator, current.loss_scale))
             self._given.sum = None
             self._begun += 1
@@ -583,7 +581,7 @@ class HookState:
             return _completed(buffer.copy_(sums))
 
         def narrow(future: Future[Tensor]) -> Tensor:
-            return buffer.copy_(_value(future))
+            return buffer.copy_(value_of(future))
 
         return averaged.then(narrow)
 
@@ -612,9 +610,9 @@ class HookState:
             return result
 
         if bucket.buffer().is_cuda:  # whose Future is complete; the other one is of no device
-            return averaged.then(lambda future: correct(_value(future), counted.wait()))
+            return averaged.then(lambda future: correct(value_of(future), counted.wait()))
         both = torch.futures.collect_all([averaged, counted])
-        return both.then(lambda futures: correct(*map(_value, futures.value())))
+        return both.then(lambda futures: correct(*map(value_of, futures.value())))
 
     # -- the end of a pass --------------------------------------------------------------------
 
@@ -771,15 +769,9 @@ class HookState:
         self._refuse_closed()
         if self._compression is not None:
             raise RuntimeError("shards: wire formats other than fp32 depend on the number of ranks")
-        communicator = self.communicator
-        rank, ranks = communicator.rank, communicator.world_size
-        if count < 1 or count & (count - 1) or count % ranks:
-            raise ValueError(
-                f"count: expected a power of two that the number of ranks, {ranks}, divides (so it "
-                f"has to be one, too), got {count}"
-            )
+        first, own = shards_of(count, self.communicator.rank, self.communicator.world_size)
         self._refuse_nested()
-        if model.static_graph and not self._begun and count > ranks:
+        if model.static_graph and not self._begun and own > 1:
             raise RuntimeError(
                 "static_graph=True: DDP cannot accumulate before its first synchronised pass; make "
                 "one step without shards first"
@@ -788,7 +780,7 @@ class HookState:
             grad = parameter.grad
             if grad is not None and bool((grad._values() if grad.is_sparse else grad).any()):
                 raise ValueError(f"{name} has a gradient from before: call zero_grad() first")
-        return self._run_shards(model, rank * (count // ranks), count // ranks)
+        return self._run_shards(model, first, own)
 
     def _refuse_nested(self) -> None:
         if self._shards is not None:
@@ -1036,15 +1028,7 @@ def all_reduce_hook(
         known = isinstance(state, HookState) and state._communicator is not None
         averaged: Future[Tensor] = Future()
         fail(averaged, error, state.communicator._errors if known else [])
-        # DDP reads the Future in C++, which knows an exception only if a callback has raised it.
-        return averaged.then(_value)
-
-
-def _value(future: Future[Tensor]) -> Tensor:
-    try:
-        return future.value()
-    finally:
-        del future  # which holds the exception that would hold this frame
+        return failing(averaged)
 
 
 def attach(

@@ -41,6 +41,7 @@ class PassNorms:
         # Each bucket has counts of its own: several threads complete buckets.
         self._buckets: list[tuple[list[str], Norms]] = []
         self._uncounted: dict[int, Norms] = {}  # by a bucket's address
+        self._unsummed: float | None = None  # the loss scale, see sum()
 
     def enter(self, bucket: Tensor, parameters: Sequence[tuple[str, int]]) -> None:
         """A bucket is going to be averaged: its parameters' names and elements, in order."""
@@ -65,16 +66,27 @@ class PassNorms:
         else:
             norms.measure(values, 0, 1, of_all=True)
 
-    def sum(self, loss_scale: float) -> None:
-        """Brings the ranks' counts together; collective where they share memory.
+    def sum(self, loss_scale: float, *, later: bool = False) -> None:
+        """Brings the ranks' counts together; collective where they share memory. ``later``: when
+        the result is asked for, which then waits for GPUs, and is collective everywhere.
 
         Raises:
             RuntimeError: the ranks have unscaled by different loss scales.
         """
-        agree(self._communicator.sum_norms(*(norms for _, norms in self._buckets), told=loss_scale))
+        if later:
+            self._unsummed = loss_scale
+            return
+        counted = [norms for _, norms in self._buckets]
+        told = self._communicator.sum_norms(*counted, told=loss_scale)
+        if self._unsummed is not None and not self._communicator.shared_memory:
+            told = self._communicator._group.all_gather_object(loss_scale)
+        self._unsummed = None
+        agree(told)
 
     def result(self) -> GradientNorm:
         """After :meth:`sum`."""
+        if self._unsummed is not None:
+            self.sum(self._unsummed)
         parameters: dict[str, Norm] = {}
         for names, norms in self._buckets if self._by_parameter else ():
             parameters |= dict(zip(names, norms.sections(), strict=True))

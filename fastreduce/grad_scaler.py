@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, state: HookState | ParameterServer, **kwargs: Any) -> None:
-        super().__init__(**{"device": "cpu", **kwargs})
+        super().__init__(**{"device": "cuda" if state.on_gpus else "cpu", **kwargs})
         self._state = state
         self._seen: dict[int, int] = {}  # synchronised passes, by optimizer
         state.unscale_by(self)

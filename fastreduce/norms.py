@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastreduce import _C, enums
+from fastreduce import _C, cuda, enums
+from fastreduce.wire import part_of
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _COLUMNS = _C.NORM_BYTES // 8
+_UNIT = 1024  # csrc/norm.h
 _EVERYTHING = 2**63 - 1  # elements
 
 
@@ -52,15 +54,18 @@ class Norms:
                 raise ValueError(f"sections: expected numbers of elements, got {count}")
             end += count
             ends.append(end)
-        self._sections = len(ends) or 1
-        self._counts = _C.Norms(ends or [_EVERYTHING], _threads)
-        self._total = _C.Norms(ends or [_EVERYTHING])  # of all ranks
+        self._ends = ends or [_EVERYTHING]
+        self._sections = len(self._ends)
+        self._counts = _C.Norms(self._ends, _threads)
+        self._on_devices: dict[torch.device, cuda.NormTable] = {}
+        self._total = _C.Norms(self._ends)  # of all ranks
         self._known: list[Norm] | None = None
         self.of_all = False  # this rank has counted all, as has every other one
 
     def clear(self) -> None:
         """Forgets all."""
         self._counts.clear()
+        self._on_devices.clear()
         self._known = None
         self.of_all = False
 
@@ -85,11 +90,19 @@ class Norms:
             raise ValueError("norms: expected a contiguous tensor")
         self._known = None
         self.of_all = of_all
-        kind, at = enums.DTYPE[tensor.dtype], tensor.data_ptr()
-        self._counts.measure(rank, ranks, kind, at, tensor.numel())
+        kind, at, count = enums.DTYPE[tensor.dtype], tensor.data_ptr(), tensor.numel()
+        if tensor.is_cpu:
+            self._counts.measure(rank, ranks, kind, at, count)
+            return
+        if tensor.device not in self._on_devices:
+            self._on_devices[tensor.device] = cuda.NormTable(self._ends, tensor.device)
+        _, begin, end = part_of(count, _UNIT, 0, ranks, rank)
+        self._on_devices[tensor.device].measure(tensor, begin, end)
 
     def saved(self) -> Tensor:
-        """This rank's counts: int64, (sections, columns)."""
+        """This rank's counts: int64, (sections, columns). Waits for GPUs."""
+        for table in self._on_devices.values():
+            self._counts.add(table.take().data_ptr())
         return self._table(self._counts)
 
     def total(self) -> Tensor:
@@ -136,5 +149,5 @@ def check(tensor: Tensor, op: str = "sum") -> None:
         raise ValueError(f"norms: expected a sum or a mean, got {op}")
     if tensor.dtype not in DTYPES:
         raise TypeError(f"norms: expected a floating dtype, got {tensor.dtype}")
-    if not tensor.is_cpu:
-        raise ValueError(f"norms: expected a tensor on the CPU, got one on {tensor.device}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"norms: expected a tensor on a CPU or GPU, got one on {tensor.device}")

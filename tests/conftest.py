@@ -203,6 +203,9 @@ def pool() -> Iterator[Callable[[int], Ranks]]:
 
     def get(world_size: int) -> Ranks:
         group = pools.get(world_size)
+        if group is not None and group.failed:  # ranks of which some still answer the last test
+            group.close()
+            group = None
         if group is None or not all(p.is_alive() for p in group.processes):
             group = pools[world_size] = Ranks(world_size, loop=True)
         return group

@@ -39,8 +39,9 @@ def wheel(tmp_path_factory) -> Path:
     for built in (source / "fastreduce").glob("*.so"):
         built.unlink()
     out = tmp_path_factory.mktemp("wheel")
-    # With CUDA it takes minutes; the tests themselves run on such a build (see test_cuda_build.py).
-    environment = os.environ | {"FASTREDUCE_CUDA": "0"}
+    # With CUDA, and optimised, it takes minutes; the tests themselves run on such a build (see
+    # test_cuda_build.py, and test_protocols.py for warnings).
+    environment = os.environ | {"FASTREDUCE_CUDA": "0", "CXXFLAGS": "-O0"}
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", out, source]
     done = run(*command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -36,6 +36,7 @@ REGISTERS = {
     "wire_reduce<true>": 80,
     "wire_reduce<false>": 80,
     "wire_decode": 64,
+    "norm_measure": 64,
 }
 # Functions that loop over packs.
 HOT = ["reduce_tables", "copy_dealt", "convert_tiles"]

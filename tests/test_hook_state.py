@@ -147,12 +147,14 @@ def test_statistics(ranks):
         # Rank 0 waited for rank 1, which slept, and not the other way round.
         assert mine.straggler == 1 and mine.buckets[0].latest == 1
         assert mine.buckets[0].latest_wait > 0.08 and mine.waiting > 0.08
-        assert others.waiting < 0.08
         for step in (mine, others):
             assert step.moving > 0 and 0 <= step.hidden <= step.waiting + step.moving
             assert step.backward_ended is not None
             for bucket in step.buckets:
                 assert bucket.submitted <= bucket.began <= bucket.ended
+    # A busy machine may hold rank 0 up in some step, too.
+    assert min(others.waiting for others in second) < 0.08
+    assert sum(others.waiting for others in second) < sum(mine.waiting for mine in first)
     assert len(first[-1].buckets) > 1
     (line,) = [line for line in lines if "steps of" in line]
     assert line.startswith("rank 0: 4 steps of 0.05 MiB") and "most waited for: rank 1" in line

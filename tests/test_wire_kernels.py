@@ -1,8 +1,10 @@
-"""The GPU's kernels of the wire formats without a GPU: their templates over warps whose lanes take
-turns in one thread, beside the reference, bit for bit. (With one: tests/gpu.)"""
+"""The GPU's kernels of the wire formats, and of norms, without a GPU: their templates over warps
+whose lanes take turns in one thread, beside the reference or the host's kernels, bit for bit. (With
+one: tests/gpu.)"""
 
 from __future__ import annotations
 
+import ctypes
 import shlex
 import shutil
 import subprocess
@@ -10,9 +12,11 @@ import subprocess
 import pytest
 import torch
 from test_protocols import FLAGS, ROOT
-from wires import CASES, Group, Warps, compare, same_bits
+from wires import CASES, FAULTS, Group, Warps, compare, same_bits
 
+from fastreduce import _C, enums
 from fastreduce.errors import FORMATS
+from fastreduce.wire import part_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -86,3 +90,70 @@ def test_fault_is_noticed(library, format, fault):
     """What a lane reads without having waited for who writes it; sums in another order."""
     with pytest.raises(AssertionError, match="ranks 2, step"):
         compare(format, torch.float32, False, Warps(library, fault=fault), CASES[1:2])
+
+
+def norms_of_warps(library, tensor, ends, parts, warps, fault="none"):
+    """Of a tensor of which so many ranks have measured a part each."""
+    measure = ctypes.CDLL(str(library)).measure
+    counts = _C.Norms(ends)
+    for rank in range(parts):
+        table = torch.zeros(len(ends), _C.NORM_BYTES // 8, dtype=torch.int64)
+        _C.Norms(ends).save(table.data_ptr())  # as an empty count is
+        _, begin, end = part_of(tensor.numel(), 1024, 0, parts, rank)
+        found = torch.tensor(ends)
+        address, word = ctypes.c_void_p, ctypes.c_uint64
+        measure.argtypes = [ctypes.c_int, address, word, word, address, word, address]
+        measure.argtypes += [ctypes.c_int, ctypes.c_int]
+        measure(
+            enums.DTYPE[tensor.dtype],
+            tensor.data_ptr(),
+            begin,
+            end,
+            found.data_ptr(),
+            len(ends),
+            table.data_ptr(),
+            warps,
+            FAULTS.index(fault),
+        )
+        counts.add(table.data_ptr())
+    return counts.values()
+
+
+def norms_of_the_host(tensor, ends):
+    counts = _C.Norms(ends)
+    counts.measure(0, 1, enums.DTYPE[tensor.dtype], tensor.data_ptr(), tensor.numel())
+    return counts.values()
+
+
+def of_all_sizes(count, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    spread = 200 if dtype in (torch.float32, torch.float64) else 12
+    sizes = torch.randint(-spread // 2, spread // 4, (count,), generator=generator).double().exp2()
+    values = torch.randn(count, generator=generator, dtype=torch.float64) * sizes
+    values[::7] = 0.0
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_norms_have_the_bits_of_the_host(library, dtype):
+    cases = [(1, [1]), (31, [31]), (1024, [1000, 1024]), (5003, [0, 3, 1030, 1030, 4999, 5003])]
+    cases += [(40_000, [2**63 - 1]), (9000, list(range(50, 9001, 50)))]
+    for number, (count, ends) in enumerate(cases):
+        values = of_all_sizes(count, dtype, number)
+        for spoilt in (False, True):
+            if spoilt:
+                values[count // 2] = torch.inf
+                values[count // 3] = torch.nan
+            want = repr(norms_of_the_host(values, ends))
+            for parts, warps in ((1, 1), (1, 5), (3, 2), (4, 64)):
+                got = norms_of_warps(library, values, ends, parts, warps)
+                assert repr(got) == want, (count, parts, warps, spoilt)
+    large = torch.full((3000,), torch.finfo(dtype).max, dtype=dtype)
+    want = [row[3:] for row in norms_of_the_host(large, [3000])]
+    assert [row[3:] for row in norms_of_warps(library, large, [3000], 2, 3)] == want
+
+
+def test_another_order_of_norms_is_noticed(library):
+    values = of_all_sizes(9000, torch.float32, 1)
+    got = norms_of_warps(library, values, [9000], 1, 2, "other_order")
+    assert repr(got) != repr(norms_of_the_host(values, [9000]))

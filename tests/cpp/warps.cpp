@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "device_norm.h"
 #include "device_wire.h"
 #include "wire_tables.h"
 
@@ -127,6 +128,12 @@ void run(const WireLaunch& launch, int warps, Fault fault) {
     });
 }
 
+// Warps take turns.
+struct PlainAtomics {
+  void add(std::uint64_t* at, std::uint64_t value) const { *at += value; }
+  void raise(std::uint64_t* at, std::uint64_t value) const { *at = *at < value ? value : *at; }
+};
+
 }  // namespace
 }  // namespace fastreduce::test
 
@@ -181,5 +188,27 @@ void launch(const void* plan, Address gradient, int dtype, int rank, double fact
     fastreduce::test::run<true>(launch, warps, broken);
   else
     fastreduce::test::run<false>(launch, warps, broken);
+}
+// Norms of every section, added to `norms`.
+void measure(int dtype, const void* tensor, std::uint64_t begin, std::uint64_t end,
+             const std::uint64_t* ends, std::uint64_t sections, Norm* norms, int warps, int fault) {
+  std::vector<NormBins> bins(sections, NormBins{});
+  NormLaunch launch;
+  launch.dtype = static_cast<DType>(dtype);
+  launch.tensor = tensor;
+  launch.begin = begin;
+  launch.end = end;
+  launch.ends = ends;
+  launch.sections = sections;
+  launch.bins = bins.data();
+  fastreduce::test::Warp warp;
+  const auto broken = static_cast<fastreduce::test::Fault>(fault);
+  for (int w = 0; w < warps; ++w)
+    warp.run([&](int lane) {
+      const fastreduce::test::HostLanes lanes{&warp, lane, broken};
+      measure_on(lanes, fastreduce::test::PlainAtomics{}, launch, static_cast<std::size_t>(w),
+                 static_cast<std::size_t>(warps));
+    });
+  for (std::size_t s = 0; s < sections; ++s) merge(norms[s], norm_of(bins[s]));
 }
 }

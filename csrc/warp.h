@@ -1,0 +1,30 @@
+// A warp of a GPU, as device_wire.h and device_norm.h see it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda_error.h"
+
+namespace fastreduce {
+
+struct WarpLanes {
+  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
+  __device__ std::uint32_t other(std::uint32_t word, int apart) const {
+    return __shfl_xor_sync(~0u, word, apart);
+  }
+  __device__ void sync() const { __syncwarp(); }
+  __device__ bool all(bool value) const { return __all_sync(~0u, value) != 0; }
+};
+
+// Multiprocessors of the current device.
+inline int processors() {
+  int device = 0;
+  int count = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+}  // namespace fastreduce
