@@ -15,7 +15,7 @@ from fastreduce.wire import part_of
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _COLUMNS = _C.NORM_BYTES // 8
-_UNIT = 1024  # csrc/norm.h
+UNIT = 1024  # elements that are added up on their own: csrc/norm.h
 _EVERYTHING = 2**63 - 1  # elements
 
 
@@ -96,7 +96,7 @@ class Norms:
             return
         if tensor.device not in self._on_devices:
             self._on_devices[tensor.device] = cuda.NormTable(self._ends, tensor.device)
-        _, begin, end = part_of(count, _UNIT, 0, ranks, rank)
+        _, begin, end = part_of(count, UNIT, 0, ranks, rank)
         self._on_devices[tensor.device].measure(tensor, begin, end)
 
     def saved(self) -> Tensor:

@@ -26,11 +26,11 @@ from fastreduce.communicator import Algorithm, Communicator, said_by_all
 from fastreduce.compression import Compression, Step
 from fastreduce.errors import CommunicatorError, UnsynchronizedError
 from fastreduce.grad_norm import GradientNorm, agree, check_norm_type, clip_factor
-from fastreduce.norms import Norms
+from fastreduce.norms import UNIT, Norms
 from fastreduce.process_group import fail, failing
 from fastreduce.rules import rule_of
-from fastreduce.served import UNIT, Bucket, Dealing, Memory, Piece, buckets_of
-from fastreduce.shard import Shard, Update
+from fastreduce.served import Bucket, Dealing, Memory, Piece, buckets_of
+from fastreduce.shard import Shard, Update, options_of
 from fastreduce.shares import Shares as Ranges
 from fastreduce.wire import SMALL_BYTES, Policy, Schedule
 
@@ -294,10 +294,7 @@ class ParameterServer(Optimizer):
             for each in self._parameters
         ]
         sizes = [len(group["params"]) for group in self.param_groups]
-        options = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self.param_groups
-        ]
+        options = [options_of(group) for group in self.param_groups]
         said = repr((own, sizes, options, self._names, self._class, arguments))
         every = said_by_all(self._communicator, zlib.crc32(said.encode()))
         for rank, found in enumerate(every):

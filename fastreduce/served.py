@@ -12,10 +12,9 @@ from torch.futures import Future
 from fastreduce.accumulation import NARROW, shaped
 from fastreduce.communicator import Communicator
 from fastreduce.errors import CommunicatorError
+from fastreduce.norms import UNIT
 from fastreduce.shares import Shares
 from fastreduce.wire import key_of, part_of
-
-UNIT = 1024  # elements: what a rank serves of a parameter begins with one of norm.h's units
 
 _ALIGNED = 64  # bytes
 
@@ -40,7 +39,7 @@ class Dealing:
         self._counts = [parameter.numel() for parameter in parameters]
 
     def range_of(self, index: int, rank: int) -> tuple[int, int]:
-        """A rank's elements of a parameter, in the order of its memory."""
+        """A rank's elements of a parameter, in the order of its memory: whole units of its norm."""
         if rank not in self._place:
             return 0, 0
         count, place = self._counts[index], self._place[rank]

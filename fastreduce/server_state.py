@@ -85,6 +85,7 @@ def validated(server: ParameterServer, state_dict: Mapping[str, Any]) -> dict[in
                 )
     numbers = [number for group in groups for number in group["params"]]
     index_of = {number: index for index, number in enumerate(numbers)}
+    needed = [server._shard.needed(number) for number in range(len(groups))]
     saved: dict[int, dict[str, Any]] = {}
     for number, values in state_dict["state"].items():
         if number not in index_of:
@@ -97,10 +98,9 @@ def validated(server: ParameterServer, state_dict: Mapping[str, Any]) -> dict[in
                     f"state of parameter {number}: expected {name} of shape {tuple(shape)}, "
                     f"got {tuple(value.shape)}"
                 )
-        if index in server._trained and values.keys() - {MASTER}:
-            names = server._shard.needed(server._group_of[index])
-            if missing := sorted(names - values.keys()):
-                raise ValueError(f"state of parameter {number}: {missing} are missing")
+        stepped = index in server._trained and values.keys() - {MASTER}
+        if stepped and (missing := sorted(needed[server._group_of[index]] - values.keys())):
+            raise ValueError(f"state of parameter {number}: {missing} are missing")
         saved[index] = values
     return saved
 
@@ -194,9 +194,9 @@ def merge_shards(
     Returns:
         ``parameters``: a list of tensors, in the order of the parameters; ``optimizer``: the
         ordinary state dict for them; ``step``: how many steps that server has taken (those of
-        before, if it was resumed, do not count); ``lost``: of every
-        part that has been lost the parameter's name, the first element and the one after the last,
-        in the order of its memory, and the rank that served it.
+        before, if it was resumed, do not count); ``lost``: of every part that has been lost the
+        parameter's name, the first element and the one after the last, in the order of its memory,
+        and the rank that served it.
 
     Raises:
         ValueError: some part has been lost; the states are not of one server, or not of one step.

@@ -14,7 +14,10 @@ from fastreduce import _C, enums
 from fastreduce.rules import rule_of
 from fastreduce.served import Piece
 
-_NOT_OPTIONS = ("params", "param_names")
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says of how its parameters are stepped."""
+    return {key: each for key, each in group.items() if key not in ("params", "param_names")}
 
 
 @dataclass
@@ -137,7 +140,7 @@ class Shard:
 
     def _step_inner(self, inner: Optimizer, update: Update) -> None:
         for own, group in zip(inner.param_groups, self.groups, strict=True):
-            own.update({key: each for key, each in group.items() if key not in _NOT_OPTIONS})
+            own.update(options_of(group))
         for piece, parameter, _ in self.inner_pieces():
             parameter.grad = None
             if update.used[piece.index]:
@@ -154,41 +157,30 @@ class Shard:
 
     def _make_inner(self) -> Optimizer | None:
         """The optimizer itself, of those pieces that the kernels do not step, if any."""
+        unknown = [piece for piece in self.pieces if self.rules[piece.group] is None]
+        self._stepped = {piece: nn.Parameter(piece.exact) for piece in unknown}
         if None not in self.rules:
             return None
-        groups = []
-        for number, group in enumerate(self.groups):
-            options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-            own = [nn.Parameter(piece.exact) for piece in self._unknown(number)]
-            groups.append({**options, "params": own})
+        groups: list[dict[str, Any]] = [{**options_of(each), "params": []} for each in self.groups]
+        for piece, parameter in self._stepped.items():
+            groups[piece.group]["params"].append(parameter)
         return self._kind(groups, **self._options)
-
-    def _unknown(self, number: int) -> list[Piece]:
-        """A group's pieces, if the kernels do not step them."""
-        if self.rules[number] is not None:
-            return []
-        return [piece for piece in self.pieces if piece.group == number]
 
     def inner_pieces(self) -> Iterator[tuple[Piece, nn.Parameter, dict[str, Any]]]:
         """What the optimizer itself steps, and its state."""
-        if self._inner is None:
-            return
-        for number, group in enumerate(self._inner.param_groups):
-            for piece, parameter in zip(self._unknown(number), group["params"], strict=True):
-                yield piece, parameter, self._inner.state[parameter]
+        for piece, parameter in self._stepped.items():
+            assert self._inner is not None
+            yield piece, parameter, self._inner.state[parameter]
 
     def needed(self, number: int) -> set[str]:
         """What the state of a parameter of that group consists of."""
         rule = self.rules[number]
+        group = self.groups[number]
         if rule is not None:
-            names = rule.moments(self.groups[number]) if rule.counts_steps else []
-            return {*names, *(["step"] if rule.counts_steps else [])}
-        options = {
-            key: each for key, each in self.groups[number].items() if key not in _NOT_OPTIONS
-        }
+            return {"step", *rule.moments(group)} if rule.counts_steps else set()
         probe = nn.Parameter(torch.zeros(1))
         probe.grad = torch.zeros(1)
-        optimizer = self._kind([{**options, "params": [probe]}], **self._options)
+        optimizer = self._kind([{**options_of(group), "params": [probe]}], **self._options)
         optimizer.step()
         return {name for name, value in optimizer.state[probe].items() if value is not None}
 
@@ -197,10 +189,8 @@ class Shard:
         rule = self.rules[piece.group]
         state: dict[str, Any] = {}
         if rule is None:
-            for each, _, values in self.inner_pieces():
-                if each is piece:
-                    state.update(values)
-            return state
+            assert self._inner is not None
+            return dict(self._inner.state[self._stepped[piece]])
         if not self.steps[piece.index]:
             return state
         if rule.counts_steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,8 +52,6 @@ class Shares:
 
     def put(self, flat: Tensor, rank: int, values: Tensor) -> None:
         """The other way round."""
-        for part, (begin, end) in zip(self._split(values, rank), self.ranges[rank], strict=True):
+        parts = values.split([end - begin for begin, end in self.ranges[rank]])
+        for part, (begin, end) in zip(parts, self.ranges[rank], strict=True):
             flat[begin:end] = part
-
-    def _split(self, values: Tensor, rank: int) -> Iterator[Tensor]:
-        return iter(values.split([end - begin for begin, end in self.ranges[rank]]))
