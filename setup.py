@@ -24,6 +24,7 @@ FLAGS = (
 )
 KERNELS = "host_kernels"
 CUDA = "cuda_"  # what the names of the CUDA extension's C++ sources begin with
+BINDINGS = "bindings"  # what the names of those end with that know Python
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 NVCC_FLAGS = (
     # As for the host: no fused multiply-add. What needs a stack or spills is said.
@@ -88,10 +89,12 @@ def escape(path: object) -> str:
 
 
 def host_rules(target: Path, include: str) -> list[str]:
+    """``include``: for bindings. It is another one in every build environment, and nothing else is
+    to be compiled anew for that."""
     compiler = os.environ.get("CXX", "c++")
     rules = [
         f"cxx = {compiler}",
-        f"flags = {FLAGS} {include} {os.environ.get('CXXFLAGS', '')}",
+        f"flags = {FLAGS} {os.environ.get('CXXFLAGS', '')}",
         "rule compile",
         "  command = $cxx $flags $set -MMD -MF $out.d -c $in -o $out",
         "  deps = gcc",
@@ -110,6 +113,8 @@ def host_rules(target: Path, include: str) -> list[str]:
         if path.stem != KERNELS and not path.stem.startswith(CUDA):
             objects.append(f"{path.stem}.o")
             rules.append(f"build {objects[-1]}: compile {escape(path)}")
+            if path.stem.endswith(BINDINGS):
+                rules.append(f"  set = {include}")
     return [*rules, f"build {escape(target)}: link {' '.join(objects)}"]
 
 
@@ -120,7 +125,7 @@ def cuda_rules(nvcc: str, target: Path, include: str) -> list[str]:
     compiler = f"-ccbin={os.environ['CXX'].split()[-1]}" if os.environ.get("CXX") else ""
     rules = [
         f"nvcc = {escape(nvcc)} {compiler}",
-        f"cuflags = {NVCC_FLAGS} {host} {include}",
+        f"cuflags = {NVCC_FLAGS} {host}",
         "rule cuda",
         "  command = $nvcc $cuflags $targets -MMD -MF $out.d -c $in -o $out",
         "  deps = gcc",
@@ -140,12 +145,15 @@ def cuda_rules(nvcc: str, target: Path, include: str) -> list[str]:
     for path in sorted(plain):
         objects.append(f"{path.stem}.o")
         rules.append(f"build {objects[-1]}: cuda {escape(path)}")
+        if path.stem.endswith(BINDINGS):
+            rules.append(f"  targets = {include}")
     return [*rules, f"build {escape(target)}: link_cuda {' '.join(objects)}"]
 
 
 class NinjaBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        work = Path(self.build_temp).resolve() / ext.name
+        # Not in a folder that pip makes anew each time: the next build compiles what has changed.
+        work = Path("build").resolve() / ext.name
         work.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)

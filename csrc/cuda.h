@@ -9,7 +9,7 @@
 #include "bucket.h"
 #include "device_norm.h"
 #include "run.h"
-#include "wire.h"
+#include "topk.h"
 
 namespace fastreduce {
 
@@ -66,6 +66,22 @@ struct WireLaunch {
   std::size_t runs = 0;  // of all that the step handles
 };
 
+// How elements are chosen and added up: see device_topk.h.
+enum class SelectStep { count, settle, tally, emit, find, combine };
+
+struct Search;
+
+struct SelectLaunch {
+  SelectStep step = SelectStep::count;
+  Coding coding;
+  Selection selection;
+  int digit = 0;  // that is counted, or settled
+  Search* search = nullptr;
+  std::size_t tiles = 0;           // of all spans
+  std::uint32_t* table = nullptr;  // of the tiles, see there
+  char* messages = nullptr;        // the own one that is written, or all ranks' that are read
+};
+
 // The CUDA runtime, as far as it is used. Everything is on the current device; errors are thrown.
 class Driver {
  public:
@@ -86,6 +102,7 @@ class Driver {
   virtual void launch(const Launch& launch, int blocks, Address stream) = 0;
   virtual void convert(const Moves& moves, Address stream) = 0;
   virtual void wire(const WireLaunch& launch, Address stream) = 0;
+  virtual void select(const SelectLaunch& launch, Address stream) = 0;
   virtual void norm(const NormLaunch& launch, Address stream) = 0;
 };
 

@@ -4,6 +4,7 @@
 
 #include "bindings.h"
 #include "cuda_communicator.h"
+#include "device_topk.h"
 #include "wire_tables.h"
 
 namespace {
@@ -55,6 +56,21 @@ class DeviceCoding {
   }
   void decode(Address from, std::size_t stride, Address stream) const {
     run(WireStep::decode, from, stride, 0, stream);
+  }
+  // See device_topk.h.
+  void select(SelectStep step, int digit, bool random, std::uint64_t k, float threshold,
+              Address search, Address table, Address messages, Address stream) const {
+    const Plan& plan = plan_->tables().plan();
+    SelectLaunch launch;
+    launch.step = step;
+    launch.digit = digit;
+    launch.coding = launch_.coding;
+    launch.selection = {random, k, magnitude_of(threshold)};
+    launch.search = reinterpret_cast<Search*>(search);
+    launch.tiles = tiles_of(plan.span, plan.spans);
+    launch.table = reinterpret_cast<std::uint32_t*>(table);
+    launch.messages = reinterpret_cast<char*>(messages);
+    cuda_driver().select(launch, stream);
   }
 
  private:
@@ -132,10 +148,25 @@ PYBIND11_MODULE(_cuda, m) {
     std::transform(from, from + sections, reinterpret_cast<Norm*>(to), norm_of);
   });
 
+  m.attr("SEARCH_BYTES") = sizeof(Search);
+  m.attr("DIGITS") = kDigits;
+  py::enum_<SelectStep>(m, "SelectStep")
+      .value("count", SelectStep::count)
+      .value("settle", SelectStep::settle)
+      .value("tally", SelectStep::tally)
+      .value("emit", SelectStep::emit)
+      .value("find", SelectStep::find)
+      .value("combine", SelectStep::combine);
+
   py::class_<DevicePlan, std::shared_ptr<DevicePlan>>(m, "WirePlan")
       .def(py::init<int, const std::vector<PlanTables::Row>&>(), py::arg("world"), py::arg("spans"))
       .def("message_bytes",
            [](const DevicePlan& self, int chunk) { return self.tables().plan().bytes(chunk); })
+      .def("tiles",
+           [](const DevicePlan& self) {
+             const Plan& plan = self.tables().plan();
+             return tiles_of(plan.span, plan.spans);
+           })
       .def("image", [](const DevicePlan& self) { return py::bytes(self.tables().image()); })
       .def("place", &DevicePlan::place);
 
@@ -147,7 +178,10 @@ PYBIND11_MODULE(_cuda, m) {
            py::arg("absent"), py::arg("seed"), py::arg("step"), py::arg("finite"))
       .def("encode", &DeviceCoding::encode, py::call_guard<py::gil_scoped_release>())
       .def("reduce", &DeviceCoding::reduce, py::call_guard<py::gil_scoped_release>())
-      .def("decode", &DeviceCoding::decode, py::call_guard<py::gil_scoped_release>());
+      .def("decode", &DeviceCoding::decode, py::call_guard<py::gil_scoped_release>())
+      .def("select", &DeviceCoding::select, py::arg("step"), py::arg("digit"), py::arg("random"),
+           py::arg("k"), py::arg("threshold"), py::arg("search"), py::arg("table"),
+           py::arg("messages"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 
   py::class_<CudaCommunicator>(m, "CudaCommunicator")
       .def(py::init([](int rank, const std::vector<Address>& areas, int blocks,

@@ -4,11 +4,12 @@
 
 namespace fastreduce {
 
-// kernels.cu, bucket.cu, wire.cu and norm.cu
+// kernels.cu, bucket.cu, wire.cu, topk.cu and norm.cu
 int resident_blocks_of_kernels();
 void launch_kernel(const Launch& launch, int blocks, cudaStream_t stream);
 void launch_moves(const Moves& moves, cudaStream_t stream);
 void launch_wire(const WireLaunch& launch, cudaStream_t stream);
+void launch_select(const SelectLaunch& launch, cudaStream_t stream);
 void launch_norm(const NormLaunch& launch, cudaStream_t stream);
 
 namespace {
@@ -53,6 +54,9 @@ class CudaDriver final : public Driver {
   }
   void wire(const WireLaunch& launch, Address stream) override {
     launch_wire(launch, reinterpret_cast<cudaStream_t>(stream));
+  }
+  void select(const SelectLaunch& launch, Address stream) override {
+    launch_select(launch, reinterpret_cast<cudaStream_t>(stream));
   }
   void norm(const NormLaunch& launch, Address stream) override {
     launch_norm(launch, reinterpret_cast<cudaStream_t>(stream));

@@ -2,8 +2,8 @@
 #include "host.h"
 #include "host_norm.h"
 #include "host_optimizer.h"
+#include "host_topk.h"
 #include "host_wire.h"
-#include "topk.h"
 
 #define FR_STRING_(x) #x
 #define FR_STRING(x) FR_STRING_(x)

@@ -12,16 +12,6 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;  // of a block
 constexpr int kBlocksEach = 4;         // of a multiprocessor, at once: what registers allow
 
-struct DeviceAtomics {
-  static __device__ unsigned long long* word(std::uint64_t* at) {
-    return reinterpret_cast<unsigned long long*>(at);
-  }
-  __device__ void add(std::uint64_t* at, std::uint64_t value) const { atomicAdd(word(at), value); }
-  __device__ void raise(std::uint64_t* at, std::uint64_t value) const {
-    if (value > *at) atomicMax(word(at), value);
-  }
-};
-
 __global__ void __launch_bounds__(kThreads, kBlocksEach)
     norm_measure(const __grid_constant__ NormLaunch launch) {
   const std::size_t warp = std::size_t(blockIdx.x) * kWarps + threadIdx.x / 32;

@@ -1,4 +1,4 @@
-// A warp of a GPU, as device_wire.h and device_norm.h see it.
+// A warp of a GPU, as device_wire.h, device_topk.h and device_norm.h see it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,6 +16,17 @@ struct WarpLanes {
   }
   __device__ void sync() const { __syncwarp(); }
   __device__ bool all(bool value) const { return __all_sync(~0u, value) != 0; }
+  __device__ std::uint32_t ballot(bool value) const { return __ballot_sync(~0u, value); }
+};
+
+struct DeviceAtomics {
+  static __device__ unsigned long long* word(std::uint64_t* at) {
+    return reinterpret_cast<unsigned long long*>(at);
+  }
+  __device__ void add(std::uint64_t* at, std::uint64_t value) const { atomicAdd(word(at), value); }
+  __device__ void raise(std::uint64_t* at, std::uint64_t value) const {
+    if (value > *at) atomicMax(word(at), value);
+  }
 };
 
 // Multiprocessors of the current device.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import ClassVar
 
 GRID_LIMIT: int
 
@@ -46,6 +47,17 @@ def norm(
 def norms_of(bins: int, sections: int, to: int, /) -> None:
     """Of bins in the host's memory, _C.NORM_BYTES for every section."""
 
+SEARCH_BYTES: int
+DIGITS: int
+
+class SelectStep:
+    count: ClassVar[SelectStep]
+    settle: ClassVar[SelectStep]
+    tally: ClassVar[SelectStep]
+    emit: ClassVar[SelectStep]
+    find: ClassVar[SelectStep]
+    combine: ClassVar[SelectStep]
+
 class WirePlan:
     """As _C.WirePlan: rows of offset, count, key, format, stochastic, run."""
 
@@ -53,6 +65,9 @@ class WirePlan:
         self, world: int, spans: Sequence[tuple[int, int, int, int, bool, int]]
     ) -> None: ...
     def message_bytes(self, chunk: int, /) -> int: ...
+    def tiles(self) -> int:
+        """Of all spans, as csrc/device_topk.h cuts them."""
+
     def image(self) -> bytes:
         """The kernels' tables, for the device's memory; to be on 8 bytes."""
 
@@ -87,6 +102,22 @@ class WireCoding:
 
     def decode(self, results: int, stride: int, stream: int, /) -> None:
         """Of all results, so many bytes apart."""
+
+    def select(
+        self,
+        step: SelectStep,
+        digit: int,
+        random: bool,
+        k: int,
+        threshold: float,
+        search: int,
+        table: int,
+        messages: int,
+        stream: int,
+    ) -> None:
+        """A step of csrc/device_topk.h, on SEARCH_BYTES, zero at first, and a table of 32-bit
+        words: 2 for every tile, and, to find and to combine, one for every tile and rank, and for
+        every rank."""
 
 class CudaCommunicator:
     def __init__(

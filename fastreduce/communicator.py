@@ -485,10 +485,9 @@ class Communicator:
             prepare: writes this rank's message.
             finish: reads all of them.
         """
-        future: Future[Tensor] = Future()
-        if self._core is None:
-            exchange = self.exchange()
-            assert isinstance(exchange, Exchange)
+        future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
+        if self._core is None or tensor.is_cuda:
+            exchange = self.exchange(tensor.device)
             exchange.all_gather(future, tensor, layout, nbytes, prepare, finish, self._errors)
             return future
         self._core.refuse_child()
@@ -606,9 +605,9 @@ class Communicator:
         notes: list[float] = every[:, -1].contiguous().view(torch.float64).tolist()
         return notes
 
-    def total(self, weight: weights.Weight) -> float:
-        """The sum of the ranks' weights."""
-        parts = torch.tensor(weights.announcement(weight), dtype=torch.float64)
+    def total(self, weight: weights.Weight, device: torch.device = CPU) -> float:
+        """The sum of the ranks' weights; added up where backends of the group work."""
+        parts = torch.tensor(weights.announcement(weight), dtype=torch.float64, device=device)
         self.all_reduce(parts, "sum")
         return weights.agreed(parts)
 

@@ -247,12 +247,6 @@ class Compression:
             scale, weight, done: as for :meth:`Communicator.all_reduce`.
             here: wait for the end.
         """
-        chosen = bucket.selected or bucket.factored
-        if buffer.is_cuda and (chosen or self.measurement is not None):
-            raise RuntimeError(
-                "wire: topk, randomk, threshold, lowrank and measure need gradients on the CPU, "
-                f"got {buffer.device}"
-            )
         average = partial(
             self._average,
             step,
@@ -316,23 +310,14 @@ class Compression:
         total = float(ranks)
         if weight is not None and (bucket.selected or bucket.factored):
             if step.total is None:
-                step.total = self._communicator.total(weight)
+                step.total = self._communicator.total(weight, buffer.device)
             total = step.total
         factor = scale * ranks / total if total else 0.0
         for each in bucket.factored:
             self._factor(step, each, buffer, factor, absent)
         for part in bucket.selected:
-            used = self._coding(step, part, buffer, factor, absent)
-            ends.append(
-                self._communicator.all_gather_encoded(
-                    buffer,
-                    part,
-                    part.message_bytes,
-                    partial(part.select, used),
-                    partial(self._combine, step, part, used),
-                    here=here,
-                )
-            )
+            coding = partial(self._coding, step, part, buffer, factor, absent)
+            ends.append(self._select(step, part, buffer, coding, here=here))
         if bucket.encoded is not None:
             encoded = bucket.encoded
             ends.append(
@@ -394,11 +379,22 @@ class Compression:
             self._servers is not None,
         )
 
-    def _combine(
-        self, step: Step, part: Selected, coding: _C.WireCoding, messages: list[Tensor]
-    ) -> None:
-        coding.combine(part.k, [each.data_ptr() for each in messages])
-        self._settle(step, part, coding)
+    def _select(
+        self, step: Step, part: Selected, buffer: Tensor, coding: Callable[[], Any], *, here: bool
+    ) -> Future[Tensor]:
+        used: list[Any] = []  # made where, and on the stream on which, it is used
+
+        def prepare(message: Tensor) -> None:
+            used.append(coding())
+            part.select(used[0], message)
+
+        def finish(messages: list[Tensor]) -> None:
+            part.combine(used[0], messages)
+            self._settle(step, part, used[0])
+
+        return self._communicator.all_gather_encoded(
+            buffer, part, part.message_bytes, prepare, finish, here=here
+        )
 
     def _settle(self, step: Step, part: Part, coding: _C.WireCoding | cuda.WireCoding) -> None:
         with self._lock:
@@ -433,17 +429,19 @@ class Compression:
             if section.name in absent:
                 new += shaped(residual.sent, section.parameter)
             shaped(residual.next, section.parameter).copy_(new)
+        self._see(step, flat)
         with self._lock:
-            step.finite = step.finite and bool(flat.isfinite().all())
             step.entered.append(section)
-            if start is not None:
-                step.starts[section.name] = start
+            step.starts[section.name] = start
 
     def watch(self, step: Step, gradient: Tensor) -> None:
         """Of a bucket that has been averaged uncompressed: whether it is finite counts, too."""
         if not self._residuals and not self._policy.may_lose(step.number):
             return
-        values = gradient._values() if gradient.is_sparse else gradient
+        self._see(step, gradient._values() if gradient.is_sparse else gradient)
+
+    def _see(self, step: Step, values: Tensor) -> None:
+        """Whether they are finite."""
         finite = values.isfinite().all()
         with self._lock:
             if values.is_cuda:
@@ -576,7 +574,10 @@ class Compression:
             residual.set(kept[0], kept[1], tuple(place))
         self.clear(first["step"] + 1)
         self._residuals = loaded
-        self._starts = {name: each.clone() for name, each in first["starts"].items()}
+        self._starts = {
+            name: each.to(parameters[name].device, copy=True)
+            for name, each in first["starts"].items()
+        }
 
     def clear(self, passes: int) -> None:
         """As at the beginning of a run, but for so many passes."""

@@ -521,6 +521,10 @@ class WirePlan:
     def message_bytes(self, chunk: int) -> int:
         return self.core.message_bytes(chunk)
 
+    def room(self, rows: int, columns: int) -> Tensor:
+        """For a table of 32-bit words, on the current stream."""
+        return torch.empty(rows, columns, dtype=torch.int32, device=self.tables.device)
+
 
 class WireCoding:
     """_C.WireCoding: how this rank encodes one buffer in one step. Launches are on the current
@@ -549,6 +553,7 @@ class WireCoding:
     ) -> None:
         assert _cuda is not None
         self.finite: Flag | None = None
+        self._plan = plan
         self._device = gradient.device
         self._found = torch.ones(1, dtype=torch.int32, device=self._device)
         self._held: Any = factor, residuals, absent  # until all has been launched
@@ -583,6 +588,35 @@ class WireCoding:
     def decode(self, results: Tensor, stride: int) -> None:
         """All ranks' parts, each so many bytes after the one before."""
         self._core.decode(results.data_ptr(), stride, self._stream())
+        self._end()
+
+    def select(self, random: bool, k: int, threshold: float, message: Tensor) -> None:
+        """This rank's message, of at most ``k`` elements."""
+        assert _cuda is not None
+        steps, tiles = _cuda.SelectStep, self._plan.core.tiles()
+        search = torch.zeros(_cuda.SEARCH_BYTES, dtype=torch.uint8, device=self._device)
+        counts = self._plan.room(2, tiles)
+
+        def launch(step: _cuda.SelectStep, table: Tensor, digit: int = 0) -> None:
+            addresses = search.data_ptr(), table.data_ptr(), message.data_ptr()
+            self._core.select(step, digit, random, k, threshold, *addresses, self._stream())
+
+        for digit in range(_cuda.DIGITS):
+            launch(steps.count, counts, digit)
+            launch(steps.settle, counts, digit)
+        launch(steps.tally, counts)
+        launch(steps.emit, counts.cumsum(1, dtype=torch.int32))
+
+    def combine(self, k: int, messages: Sequence[Tensor]) -> None:
+        """The gradient, of the ranks' messages, which lie one after the other."""
+        assert _cuda is not None
+        table = self._plan.room(self._plan.core.tiles() + 1, len(messages))
+        for step in (_cuda.SelectStep.find, _cuda.SelectStep.combine):
+            addresses = 0, table.data_ptr(), messages[0].data_ptr()
+            self._core.select(step, 0, False, k, 0.0, *addresses, self._stream())
+        self._end()
+
+    def _end(self) -> None:
         self.finite = Flag(self._found)
         self._held = None
 

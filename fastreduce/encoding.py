@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastreduce import _C, cuda, enums, lowrank
+from fastreduce import cuda, enums, lowrank
 from fastreduce.exchange import Layout
 from fastreduce.residual import Residual
 from fastreduce.wire import Wire, key_of
@@ -80,8 +80,16 @@ class Part(Layout):
         """What a rank sends to others in a step."""
         return sum(self.sizes) + (len(self.sizes) - 2) * self.sizes[rank]
 
-    def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
+    def rehearse(self, coding: Any, rank: int) -> None:
         """What a rank computes in a step, alone."""
+        if isinstance(coding, cuda.WireCoding):
+            longest = max(self.sizes)
+            room = [len(self.sizes) * longest, longest]
+            everything, result = self.memory("rehearsed", room)
+            coding.encode(everything)
+            coding.reduce(everything, result)
+            coding.decode(everything, longest)
+            return
         messages = self.memory("rehearsed", self.sizes)
         for chunk, message in enumerate(messages):
             coding.encode(chunk, message.data_ptr())
@@ -105,21 +113,34 @@ class Selected(Part):
         self.message_bytes = 8 + 8 * self.k
         self._expected = 0  # by which the kernel begins to look; its choice does not depend on it
 
-    def select(self, coding: _C.WireCoding, message: Tensor) -> None:
+    def select(self, coding: Any, message: Tensor) -> None:
         """Writes this rank's."""
         wire = self.sections[0].wire
         threshold = wire.threshold if wire.format == "threshold" else 0.0
         random = wire.format == "randomk"
+        if isinstance(coding, cuda.WireCoding):
+            coding.select(random, self.k, threshold, message)
+            return
         at = message.data_ptr()
         self._expected = coding.select(random, self.k, threshold, self._expected, at)
+
+    def combine(self, coding: Any, messages: list[Tensor]) -> None:
+        """The gradient, of all ranks' messages: on a GPU of those that lie one after the other."""
+        if isinstance(coding, cuda.WireCoding):
+            coding.combine(self.k, messages)
+        else:
+            coding.combine(self.k, [each.data_ptr() for each in messages])
 
     def sent_bytes(self, rank: int) -> int:
         return (len(self.sizes) - 1) * self.message_bytes
 
-    def rehearse(self, coding: _C.WireCoding, rank: int) -> None:
-        [message] = self.memory("rehearsed", [self.message_bytes])
-        self.select(coding, message)
-        coding.combine(self.k, [message.data_ptr()] * len(self.sizes))
+    def rehearse(self, coding: Any, rank: int) -> None:
+        messages = self.memory("rehearsed", [self.message_bytes] * len(self.sizes))
+        self.select(coding, messages[rank])
+        for each in messages:
+            if each is not messages[rank]:
+                each.copy_(messages[rank])
+        self.combine(coding, messages)
 
 
 @dataclass

@@ -386,13 +386,50 @@ class CudaExchange(_Way):
             self._group._allgather_base(results, reduced).wait()
             used.decode(results, longest)
             settle(used)
+
+        self._launch(future, tensor, errors, launch)
+
+    def all_gather(
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        layout: Layout,
+        nbytes: int,
+        prepare: Callable[[Tensor], None],
+        finish: Callable[[list[Tensor]], None],
+        errors: list[Exception],
+    ) -> None:
+        """As :meth:`Exchange.all_gather`; the messages that ``finish`` reads lie one after the
+        other."""
+
+        def launch() -> None:
+            self._agree(layout, self._group)
+            [message] = layout.memory("message", [nbytes])
+            [messages] = layout.memory("messages", [nbytes * self.world_size])
+            prepare(message)
+            self._group._allgather_base(messages, message).wait()
+            finish([*messages.split(nbytes)])
+
+        self._launch(future, tensor, errors, launch)
+
+    def _launch(
+        self,
+        future: Future[Tensor],
+        tensor: Tensor,
+        errors: list[Exception],
+        launch: Callable[[], None],
+    ) -> None:
+        """On the stream of this transport, after what the current one has been given so far."""
+
+        def step() -> None:
+            launch()
             future.set_result(tensor)  # at this point of the current stream
 
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             tensor.record_stream(self._stream)
             with torch.cuda.stream(self._stream):
-                self._guarded(future, errors, launch)()
+                self._guarded(future, errors, step)()
 
     def _total(self, weight: Weight) -> Tensor:
         parts = torch.tensor(announcement(weight), dtype=torch.float64)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fastreduce import cuda
+
 if TYPE_CHECKING:
     from fastreduce.communicator import Communicator
 
@@ -31,8 +33,8 @@ def sent_bytes(parameter: nn.Parameter, rank: int) -> int:
 
 def all_reduce(
     communicator: Communicator, gradient: Tensor, rank: int, start: Tensor | None, name: str
-) -> tuple[Tensor, Tensor | None]:
-    """One step of power iteration on the mean over the ranks.
+) -> tuple[Tensor, Tensor]:
+    """One step of power iteration on the mean over the ranks. Does not wait for a GPU.
 
     Args:
         gradient: this rank's, float32, (n, ...), seen as n rows.
@@ -45,23 +47,24 @@ def all_reduce(
         the start for the next step.
     """
     matrix = gradient.reshape(gradient.shape[0], -1)
-    right = start
-    if right is None:
+    if start is None:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        right = torch.randn(matrix.shape[1], rank, generator=generator)
-    left = matrix @ right
+        drawn = torch.randn(matrix.shape[1], rank, generator=generator)
+        start = cuda.on_device(drawn, matrix.device)
+    left = matrix @ start
     communicator.all_reduce(left, "mean")
-    if not left.isfinite().all():
-        return torch.full_like(gradient, math.nan), start
+    finite = left.isfinite().all()
     # Which bits come out of a decomposition or a product may depend on the processor: one rank
     # decomposes for all, and the last product is written out.
-    left = torch.linalg.qr(left).Q.contiguous()
+    left = torch.linalg.qr(torch.where(finite, left, 0.0)).Q.contiguous()
     communicator.broadcast(left)
     right = matrix.mT @ left
     communicator.all_reduce(right, "mean")
     mean = left[:, :1] * right[:, 0]
     for r in range(1, left.shape[1]):
         mean = mean + left[:, r : r + 1] * right[:, r]
+    finite = finite & right.isfinite().all()
     # No later step could leave a factor of zeros.
-    usable = right.isfinite().all() and bool(right.norm(dim=0).gt(0).all())
-    return mean.view(gradient.shape), right if usable else start
+    usable = finite & right.norm(dim=0).gt(0).all()
+    mean = torch.where(finite, mean, math.nan)
+    return mean.view(gradient.shape), torch.where(usable, right, start)

@@ -96,17 +96,22 @@ class Measurement:
         found.wire_bytes = wire_bytes
         self._pass.append(names)
         if names not in self._memory:  # as a bucket itself, memory that peers can map
-            self._memory[names] = communicator.empty(buffer.numel(), dtype=buffer.dtype)
+            self._memory[names] = communicator.empty(
+                buffer.numel(), dtype=buffer.dtype, device=buffer.device
+            )
         copy = self._memory[names].copy_(buffer)
         norm = float(buffer.float().norm())
         encode(copy)
         copy.copy_(buffer)
-        encoding = _seconds(lambda: encode(copy))
+        encoding = _seconds(lambda: encode(copy), buffer.device)
         copy.copy_(buffer)
         communicator.barrier()
-        plain = _seconds(lambda: communicator.all_reduce(copy, scale=scale, weight=weight))
+        plain = _seconds(
+            lambda: communicator.all_reduce(copy, scale=scale, weight=weight), buffer.device
+        )
         communicator.barrier()
-        times = torch.tensor([plain, _seconds(average), encoding], dtype=torch.float64)
+        wire = _seconds(average, buffer.device)
+        times = torch.tensor([plain, wire, encoding], dtype=torch.float64, device=buffer.device)
         communicator.all_reduce(times, "max")  # all ranks come to one verdict
         lists = found.plain_seconds, found.wire_seconds, found.encode_seconds
         for each, taken in zip(lists, times.tolist(), strict=True):
@@ -172,9 +177,15 @@ class Measurement:
         return "\n".join([*lines, self.verdict])
 
 
-def _seconds(action: Callable[[], object]) -> float:
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    settle()
     begin = time.perf_counter()
     action()
+    settle()
     return time.perf_counter() - begin
 
 

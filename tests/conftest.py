@@ -284,10 +284,37 @@ def make_inputs(
     return inputs
 
 
+OBJECTS = pytest.StashKey[Path]()
+
+
+@pytest.fixture(scope="session")
+def objects(request: pytest.FixtureRequest) -> Path:
+    """A folder for what the tests compile, in which the processes that share a run share it."""
+    return request.config.stash[OBJECTS]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    run = getattr(config, "workerinput", {}).get("objects")
+    config.stash[OBJECTS] = Path(run or tempfile.mkdtemp(prefix="fastreduce-objects-"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(config.stash[OBJECTS], ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist makes a process that runs tests."""
+    node.workerinput["objects"] = str(node.config.stash[OBJECTS])
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests that wait for each other leave time to compile what others need."""
+    if getattr(session.config, "workerinput", {}).get("workerid", "gw0") != "gw0":
+        return
     modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
     for module in modules:
         start = getattr(module, "start_building", None)
         if start is not None and len(modules) > 1:
-            start()
+            start(session.config.stash[OBJECTS])

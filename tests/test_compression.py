@@ -12,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selections import SELECTIONS, compare_selected
 from torch import Tensor, nn
 from torch.futures import Future
+from wires import Host
 
-from fastreduce import _C, Wire, enums, reference
+from fastreduce import Wire, reference
 from fastreduce.compression import Compression
 from fastreduce.exchange import Layout
 from fastreduce.wire import Policy
@@ -445,80 +447,10 @@ def test_layouts_do_not_depend_on_buckets():
             assert torch.equal(applied, other[name])
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [
-        Wire("topk", k=0.1),
-        Wire("topk", k=1),
-        Wire("topk", k=10**9),
-        Wire("randomk", k=33),
-        Wire("threshold", k=0.9, threshold=0.2),
-        Wire("threshold", k=5, threshold=0.2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("wire", SELECTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_selected_bits_of_the_reference(wire, dtype):
-    counts = [1000, 1, 2049]
-    keys = [5, 6, 7]
-    ranks = 3
-    rows = [
-        (sum(counts[:n]), count, key, enums.FORMAT["fp32"], False, 128)
-        for n, (count, key) in enumerate(zip(counts, keys, strict=True))
-    ]
-    plan = _C.WirePlan(ranks, rows)
-    total = sum(counts)
-    k = wire.chosen(total)
-    words = None
-    sent = [torch.zeros(total) for _ in range(ranks)]
-    expected_key = [0, 1 << 30, 2**31 - 1]  # wrong ones cost time only
-    generator = torch.Generator().manual_seed(1)
-    for step in range(3):
-        gradients = [torch.randn(total, generator=generator).to(dtype) for _ in range(ranks)]
-        gradients[0] = gradients[0].round()  # ties
-        factors = [1.0, 0.5, 0.0]
-        if wire.format == "randomk":
-            parts = zip(keys, counts, strict=True)
-            words = torch.cat([reference.noise(99, key, step, 2**32 - 1, n) for key, n in parts])
-        threshold = wire.threshold if wire.format == "threshold" else 0.0
-        expected, kept = reference.all_reduce_selected(
-            gradients, k, threshold=threshold, words=words, sent=sent, factors=factors
-        )
-        news = [torch.full((total,), math.nan) for _ in range(ranks)]
-        codings, messages = [], []
-        for rank, buffer in enumerate(gradients):
-            pointers = torch.tensor(
-                [[sent[rank][o:].data_ptr(), news[rank][o:].data_ptr(), 0, 0] for o, *_ in rows]
-            )
-            where = pointers.data_ptr()
-            coding = _C.WireCoding(
-                plan,
-                buffer.data_ptr(),
-                enums.DTYPE[dtype],
-                rank,
-                factors[rank],
-                where,
-                0,
-                0,
-                99,
-                step,
-            )
-            message = torch.full((8 + 8 * k + 8,), 99, dtype=torch.uint8)
-            expected_key[rank] = coding.select(
-                wire.format == "randomk", k, threshold, expected_key[rank], message.data_ptr()
-            )
-            assert (message[-8:] == 99).all()
-            assert message[:4].view(torch.int32).item() == k or wire.format == "threshold"
-            codings.append(coding)
-            messages.append(message)
-        for coding in codings:
-            coding.combine(k, [each.data_ptr() for each in messages])
-            assert coding.finite
-        for buffer in gradients:
-            assert torch.equal(buffer, expected)
-        for rank in range(ranks):
-            assert torch.equal(news[rank], kept[rank])
-        sent = news
+    compare_selected(wire, dtype, Host())
 
 
 def test_bad_policies_are_refused():

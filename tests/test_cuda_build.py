@@ -36,6 +36,12 @@ REGISTERS = {
     "wire_reduce<true>": 80,
     "wire_reduce<false>": 80,
     "wire_decode": 64,
+    "select_count": 64,
+    "select_settle": 64,
+    "select_tally": 64,
+    "select_emit": 64,
+    "select_find": 64,
+    "select_combine": 80,
     "norm_measure": 64,
 }
 # Functions that loop over packs.

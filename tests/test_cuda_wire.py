@@ -18,7 +18,7 @@ from wires import HostCoding, same_bits
 
 import fastreduce
 from fastreduce import _C, cuda, enums, reference
-from fastreduce.compression import Compression, Step
+from fastreduce.compression import Compression
 from fastreduce.exchange import CPU, CudaExchange, Layout
 from fastreduce.process_group import ProcessGroupTransport
 from fastreduce.residual import Residual
@@ -228,6 +228,47 @@ def test_weights(pool):
     assert pool(3).run(reduce_weighted) == [[]] * 3
 
 
+def gather_some(state: dict) -> list[str]:
+    wrong = []
+    with without_a_device():
+        rank = Rank()
+        layout = rank.layout("fp32")
+        tensor = torch.zeros(3)
+        for call in range(2):
+            found: list[torch.Tensor] = []
+            future: Future[torch.Tensor] = Future()
+            future.then(lambda _: note("completed"))
+
+            def prepare(message: torch.Tensor, call: int = call) -> None:
+                note("prepare")
+                message.fill_(10 * call + rank.rank)
+
+            def finish(messages: list[torch.Tensor], found: list[torch.Tensor] = found) -> None:
+                note("finish")
+                found += messages
+
+            Stream.log = []
+            rank.exchange.all_gather(future, tensor, layout, 24, prepare, finish, rank.errors)
+            if future.wait() is not tensor or rank.errors:
+                wrong.append(f"call {call}: {rank.errors}")
+            told = [each.tolist() for each in found]
+            if told != [[10 * call + other] * 24 for other in range(rank.world_size)]:
+                wrong.append(f"call {call}: {told}")
+            begins = [each.data_ptr() - found[0].data_ptr() for each in found]
+            if begins != [24 * other for other in range(rank.world_size)]:
+                wrong.append(f"call {call}: the messages do not lie one after the other: {begins}")
+            steps = ["prepare", "_allgather_base", "finish", "completed"]
+            steps = [*(["_allgather_base"] if call == 0 else []), *steps]
+            if Stream.log != [("wait", "side", "main"), *((step, "side") for step in steps)]:
+                wrong.append(f"call {call}: {Stream.log}")
+        rank.exchange.close(drain=True)
+    return wrong
+
+
+def test_messages_of_all_to_all(pool):
+    assert pool(3).run(gather_some) == [[]] * 3
+
+
 def reduce_differently(state: dict) -> list[str]:
     with without_a_device():
         rank = Rank()
@@ -323,26 +364,6 @@ def test_a_state_and_a_rescaling_are_of_what_counts():
         compression, residual, _ = ended([True])
         use(compression)
         assert residual.now == 1
-
-
-def test_formats_without_kernels_are_refused():
-    compression, _, _ = ended([True])
-    buffer = SimpleNamespace(is_cuda=True, device="cuda:0")
-    for bucket in (
-        SimpleNamespace(selected=[None], factored=[]),
-        SimpleNamespace(selected=[], factored=[None]),
-    ):
-        with pytest.raises(RuntimeError, match="topk, randomk, threshold, lowrank"):
-            compression.all_reduce(
-                Step(0, weighted=False),
-                bucket,  # type: ignore[arg-type]
-                buffer,  # type: ignore[arg-type]
-                absent=set(),
-                scale=1.0,
-                weight=None,
-                here=False,
-                done=None,
-            )
 
 
 # -- bindings -------------------------------------------------------------------------------------

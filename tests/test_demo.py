@@ -177,7 +177,7 @@ def test_example():
 
 
 def test_example_on_any_number_of_ranks():
-    lines = {run_example("train_digits_any_ranks.py", ranks).strip() for ranks in (1, 2, 4)}
+    lines = {run_example("train_digits_any_ranks.py", ranks).strip() for ranks in (1, 4)}
     [line] = lines
     [accuracy] = re.findall(r"^test accuracy (\S+), parameters [0-9a-f]{16}$", line)
     assert percent(accuracy) > 90

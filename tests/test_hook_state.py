@@ -124,8 +124,9 @@ def seen():
     for _ in range(4):
         ddp.zero_grad()
         out = ddp(torch.ones(2, 40))
+        dist.barrier()  # on a busy machine rank 0 may be late, too
         if rank == 1:
-            time.sleep(0.1)
+            time.sleep(0.3)
         out.sum().backward()
     with ddp.no_sync():
         ddp(torch.ones(2, 40)).sum().backward()

@@ -6,14 +6,16 @@ depends on the compiler alone: warnings, and symbols that a linker could merge.
 from __future__ import annotations
 
 import ast
+import contextlib
+import fcntl
 import functools
-import itertools
+import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -125,27 +127,36 @@ FLAGS, INSTRUCTION_SETS = build_settings()
 
 class Builder:
     """Compiles objects on all cores, behind whatever else runs; whoever asks for one waits for
-    it."""
+    it. Builders of several processes can share a folder, and what one has compiled."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pool = ThreadPoolExecutor(os.cpu_count())
-        self._numbers = itertools.count()
-        self._objects: dict[tuple[Path, str], Future[Path]] = {}
+        self._objects: dict[Path, Future[Path]] = {}
 
     def start(self, source: Path, flags: str) -> Future[Path]:
-        key = (source, flags)
-        if key not in self._objects:
-            target = self._folder / f"{source.stem}-{next(self._numbers)}.o"
-            self._objects[key] = self._pool.submit(self._compile, source, flags, target)
-        return self._objects[key]
+        made_of = hashlib.sha256(f"{source} {flags}".encode()).hexdigest()
+        target = self._folder / f"{source.stem}-{made_of[:16]}.o"
+        if target not in self._objects:
+            self._objects[target] = self._pool.submit(self._compile, source, flags, target)
+        return self._objects[target]
+
+    def strictly(self, source: Path, instruction_set: str) -> Future[Path]:
+        """With warnings as errors; if setup.py has compiled it so, that one."""
+        built = built_strictly(source, instruction_set)
+        if built is None:
+            return self.start(source, strict_flags(instruction_set))
+        future: Future[Path] = Future()
+        future.set_result(built)
+        return future
 
     def program(self, sources: list[Path], flags: str) -> Path:
         return self.link([self.start(source, flags) for source in sources], flags)
 
     def link(self, objects: list[Future[Path]], flags: str) -> Path:
         paths = [each.result() for each in objects]
-        target = self._folder / f"{paths[0].stem}-{next(self._numbers)}"
+        made_of = hashlib.sha256(f"{paths} {flags}".encode()).hexdigest()
+        target = self._folder / f"{paths[0].stem}-{made_of[:16]}-{os.getpid()}"
         self._run(["g++", *shlex.split(flags), *map(str, paths)], target)
         return target
 
@@ -157,7 +168,10 @@ class Builder:
         self._pool.shutdown(cancel_futures=True)
 
     def _compile(self, source: Path, flags: str, target: Path) -> Path:
-        self._run(["g++", *shlex.split(flags), "-c", str(source)], target)
+        with target.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                self._run(["g++", *shlex.split(flags), "-c", str(source)], target)
         return target
 
     def _run(self, command: list[str], target: Path) -> None:
@@ -199,16 +213,28 @@ def strict_flags(instruction_set: str) -> str:
     return f"{FLAGS} -Werror {INSTRUCTION_SETS[instruction_set]}"
 
 
+def built_strictly(source: Path, instruction_set: str) -> Path | None:
+    """The object that setup.py has made so, of the sources as they are now."""
+    folder = ROOT / "build" / "fastreduce._C"
+    name = f"{source.stem}_{instruction_set}.o" if source == KERNELS else f"{source.stem}.o"
+    with contextlib.suppress(OSError):
+        made = (folder / name).stat().st_mtime
+        newest = max(path.stat().st_mtime for path in (ROOT / "csrc").iterdir())
+        [flags] = re.findall(r"^flags = (.*)$", (folder / "build.ninja").read_text(), re.MULTILINE)
+        if made > newest and flags.startswith(FLAGS) and flags.endswith("-Werror"):
+            return folder / name
+    return None
+
+
 STRICT = [(path, "baseline") for path in SOURCES] + [
     (KERNELS, name) for name in INSTRUCTION_SETS if name != "baseline"
 ]
 
 
 @functools.cache
-def start_building() -> tuple[Builder, Path]:
-    """Has everything compiled that the tests of this file use, the slowest first, in a folder of
-    its own: while the tests of other files run, see conftest.py."""
-    folder = Path(tempfile.mkdtemp(prefix="fastreduce-objects-"))
+def start_building(folder: Path) -> Builder:
+    """Has everything compiled that the tests of this file use, the slowest first: while the tests
+    of other files run, see conftest.py."""
     made = Builder(folder)
     for flags in reversed(SANITIZERS.values()):
         for source in PROTOCOLS:
@@ -219,16 +245,15 @@ def start_building() -> tuple[Builder, Path]:
     for flags in UNIT_FLAGS.values():
         made.start(UNITS[0], flags)
     for path, name in STRICT:
-        made.start(path, strict_flags(name))
-    return made, folder
+        made.strictly(path, name)
+    return made
 
 
 @pytest.fixture(scope="session")
-def builder() -> Iterator[Builder]:
-    made, folder = start_building()
+def builder(objects: Path) -> Iterator[Builder]:
+    made = start_building(objects)
     yield made
     made.stop()
-    shutil.rmtree(folder)
 
 
 class Program:
@@ -353,8 +378,8 @@ def test_arithmetic_and_schedules(builder: Builder, build: str) -> None:
 def shipped_wires(builder: Builder) -> Path:
     """Over the kernels of all instruction sets, as they are compiled for the library."""
     objects = [builder.start(WIRES[0], WIRE_FLAGS["shipped"])]
-    objects += [builder.start(source, strict_flags("baseline")) for source in WIRES[1:]]
-    objects += [builder.start(KERNELS, strict_flags(name)) for name in INSTRUCTION_SETS]
+    objects += [builder.strictly(source, "baseline") for source in WIRES[1:]]
+    objects += [builder.strictly(KERNELS, name) for name in INSTRUCTION_SETS]
     return builder.link(objects, WIRE_FLAGS["shipped"])
 
 
@@ -388,7 +413,7 @@ each_strict = pytest.mark.parametrize(
 
 @each_strict
 def test_gcc_warns_of_nothing(builder: Builder, source: Path, name: str) -> None:
-    builder.start(source, strict_flags(name)).result()
+    builder.strictly(source, name).result()
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ here")
@@ -419,7 +444,7 @@ needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @needs_nm
 @pytest.mark.parametrize("name", [name for name in INSTRUCTION_SETS if name != "baseline"])
 def test_no_function_is_shared_between_instruction_sets(builder: Builder, name: str) -> None:
-    assert foreign_functions(builder.start(KERNELS, strict_flags(name)).result(), name) == []
+    assert foreign_functions(builder.strictly(KERNELS, name).result(), name) == []
 
 
 @needs_nm

@@ -11,12 +11,20 @@ import subprocess
 
 import pytest
 import torch
+from selections import SELECTIONS, SelectingWarps, compare_selected
 from test_protocols import FLAGS, ROOT
-from wires import CASES, FAULTS, Group, Warps, compare, same_bits
+from wires import (
+    CASES,
+    FAULTS,
+    Group,
+    Warps,
+    compare,
+    same_bits,
+)
 
 from fastreduce import _C, enums
 from fastreduce.errors import FORMATS
-from fastreduce.wire import part_of
+from fastreduce.wire import Wire, part_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -90,6 +98,27 @@ def test_fault_is_noticed(library, format, fault):
     """What a lane reads without having waited for who writes it; sums in another order."""
     with pytest.raises(AssertionError, match="ranks 2, step"):
         compare(format, torch.float32, False, Warps(library, fault=fault), CASES[1:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wire", SELECTIONS, ids=str)
+def test_selections_have_the_bits_of_the_reference(library, wire, dtype):
+    target = SelectingWarps(library)
+    with target.played():
+        compare_selected(wire, dtype, target)
+
+
+@pytest.mark.parametrize(("ranks", "warps"), [(2, 1), (5, 2), (9, 64), (40, 5)])
+def test_selections_of_any_number_of_ranks_and_warps(library, ranks, warps):
+    target = SelectingWarps(library, warps=warps)
+    with target.played():
+        compare_selected(Wire("topk", k=0.05), torch.float32, target, ranks)
+
+
+def test_fault_in_a_selection_is_noticed(library):
+    target = SelectingWarps(library, fault="no_sync")
+    with target.played(), pytest.raises(AssertionError):
+        compare_selected(Wire("topk", k=0.05), torch.float32, target)
 
 
 def norms_of_warps(library, tensor, ends, parts, warps, fault="none"):

@@ -78,6 +78,13 @@ class HostCoding:
         for chunk, each in enumerate(results.view(len(self._sizes), -1)):
             self._core.decode(chunk, each.data_ptr())
 
+    def select(self, random: bool, k: int, threshold: float, message: Tensor) -> None:
+        # A wrong guess costs time only.
+        self._core.select(random, k, threshold, 1 << 30, message.data_ptr())
+
+    def combine(self, k: int, messages: Sequence[Tensor]) -> None:
+        self._core.combine(k, [each.data_ptr() for each in messages])
+
 
 class Host:
     device = torch.device("cpu")
@@ -102,7 +109,7 @@ class Host:
         )
 
 
-class _RowNumbers(ctypes.Structure):
+class RowNumbers(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint64)
         for name in ("offset", "count", "key", "format", "stochastic", "run")
@@ -115,7 +122,7 @@ FAULTS = ("none", "no_sync", "other_order")
 class _WarpPlan:
     def __init__(self, library: Any, ranks: int, rows: list[Row]) -> None:
         self._library = library
-        numbers = (_RowNumbers * len(rows))(*rows)
+        numbers = (RowNumbers * len(rows))(*rows)
         self.handle = library.make_plan(ranks, numbers, len(rows))
 
     def message_bytes(self, chunk: int) -> int:

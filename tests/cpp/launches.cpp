@@ -173,6 +173,7 @@ class ThreadDriver final : public Driver {
   }
   void convert(const Moves&, Address) override {}
   void wire(const WireLaunch&, Address) override {}
+  void select(const SelectLaunch&, Address) override {}
   void norm(const NormLaunch&, Address) override {}
 
   void launch(const Launch& launch, int blocks, Address) override {

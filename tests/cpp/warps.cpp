@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "device_norm.h"
-#include "device_wire.h"
+#include "device_topk.h"
 #include "wire_tables.h"
 
 namespace fastreduce::test {
@@ -52,24 +52,24 @@ class Warp {
   }
   // What each lane gives, of all, for the next wait: two sets, since the first lane to leave one
   // comes to the next before the others have read.
-  std::uint32_t exchange(std::uint32_t word, int with) {
-    std::uint32_t* const words = words_[waits_[running_] % 2];
-    words[running_] = word;
-    wait();
-    return words[with];
-  }
-  bool all(bool value) {
-    std::uint32_t* const words = words_[waits_[running_] % 2];
-    words[running_] = value;
-    wait();
-    bool every = true;
-    for (int lane = 0; lane < kLanes; ++lane) every = every && words[lane] != 0;
-    return every;
+  std::uint32_t exchange(std::uint32_t word, int with) { return told(word)[with]; }
+  std::uint32_t ballot(bool value) {
+    const std::uint32_t* const words = told(value);
+    std::uint32_t bits = 0;
+    for (int lane = 0; lane < kLanes; ++lane) bits |= words[lane] << lane;
+    return bits;
   }
 
  private:
   static constexpr std::size_t kStack = 64 << 10;
   static thread_local Warp* current;
+
+  const std::uint32_t* told(std::uint32_t word) {
+    std::uint32_t* const words = words_[waits_[running_] % 2];
+    words[running_] = word;
+    wait();
+    return words;
+  }
 
   static void expect(bool holds) {
     if (holds) return;
@@ -110,7 +110,8 @@ struct HostLanes {
   void sync() const {
     if (fault != Fault::no_sync) warp->wait();
   }
-  bool all(bool value) const { return warp->all(value); }
+  bool all(bool value) const { return warp->ballot(value) == ~0u; }
+  std::uint32_t ballot(bool value) const { return warp->ballot(value); }
 };
 
 template <bool Few>
@@ -189,6 +190,62 @@ void launch(const void* plan, Address gradient, int dtype, int rank, double fact
   else
     fastreduce::test::run<false>(launch, warps, broken);
 }
+
+std::uint64_t tiles(const void* plan) {
+  const Plan& own = static_cast<const PlanTables*>(plan)->plan();
+  return tiles_of(own.span, own.spans);
+}
+
+std::uint64_t search_bytes() { return sizeof(Search); }
+
+// One step of device_topk.h.
+void choose(const void* plan, Address gradient, int dtype, int rank, double factor,
+            const void* residuals, const std::uint8_t* absent, std::uint64_t seed,
+            std::uint32_t step, std::uint32_t* finite, int what, int digit, bool random,
+            std::uint64_t k, float threshold, void* search, std::uint32_t* table, char* messages,
+            int warps, int fault) {
+  const auto& tables = *static_cast<const PlanTables*>(plan);
+  SelectLaunch launch;
+  launch.step = static_cast<SelectStep>(what);
+  launch.coding = coding_of(tables.plan(), gradient, dtype, rank, factor,
+                            static_cast<int>(DType::float32), seed, step);
+  launch.coding.residuals = static_cast<const Residuals*>(residuals);
+  launch.coding.absent = absent;
+  launch.coding.finite = finite;
+  launch.selection = {random, k, magnitude_of(threshold)};
+  launch.digit = digit;
+  launch.search = static_cast<Search*>(search);
+  launch.tiles = tiles(plan);
+  launch.table = table;
+  launch.messages = messages;
+  fastreduce::test::Warp warp;
+  const auto broken = static_cast<fastreduce::test::Fault>(fault);
+  // Blocks count for themselves first.
+  std::vector<std::uint32_t> count(kDigitValues);
+  if (launch.step == SelectStep::settle) warps = 1;
+  for (int w = 0; w < warps; ++w)
+    warp.run([&](int lane) {
+      const DeviceTeam<fastreduce::test::HostLanes, true> team({&warp, lane, broken});
+      switch (launch.step) {
+        case SelectStep::count:
+          return count_digits(team, fastreduce::test::PlainAtomics{}, launch, w, warps,
+                              [&](std::uint32_t value) { ++count[value]; });
+        case SelectStep::settle:
+          return settle_digit(team, launch);
+        case SelectStep::tally:
+          return tally_tiles(team, launch, w, warps);
+        case SelectStep::emit:
+          return emit_tiles(team, launch, w, warps);
+        case SelectStep::find:
+          return find_entries(team, launch, w, warps);
+        case SelectStep::combine:
+          return combine_tiles(team, launch, w, warps);
+      }
+    });
+  if (launch.step == SelectStep::count)
+    for (std::uint32_t i = 0; i < kDigitValues; ++i) launch.search->count[i] += count[i];
+}
+
 // Norms of every section, added to `norms`.
 void measure(int dtype, const void* tensor, std::uint64_t begin, std::uint64_t end,
              const std::uint64_t* ends, std::uint64_t sections, Norm* norms, int warps, int fault) {

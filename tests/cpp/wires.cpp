@@ -15,7 +15,7 @@
 
 #include "encoding.h"
 #include "host.h"
-#include "topk.h"
+#include "host_topk.h"
 
 namespace fastreduce {
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import needs_gpu
+from selections import SELECTIONS, compare_selected
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from wires import CASES, SEED, Group, compare, same_bits
@@ -20,7 +21,7 @@ from fastreduce import cuda, enums, reference
 from fastreduce.errors import FORMATS
 from fastreduce.exchange import CudaExchange, Layout
 from fastreduce.process_group import ProcessGroupTransport
-from fastreduce.wire import key_of
+from fastreduce.wire import Wire, key_of
 
 pytestmark = needs_gpu()
 
@@ -118,6 +119,33 @@ def test_residuals_in_bfloat16():
         assert same_bits(got, want)
 
 
+class SelectingOnGpu(OnGpu):
+    """Of codings that select."""
+
+    def coding(self, plan, gradient, rank, factor, residuals, residual_dtype, absent, step):
+        arguments = (plan, gradient, rank, factor, residuals, residual_dtype, absent, SEED, step)
+        return cuda.WireCoding(*arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wire", SELECTIONS, ids=str)
+def test_selections_have_the_bits_of_the_reference(wire, dtype):
+    compare_selected(wire, dtype, SelectingOnGpu())
+
+
+@pytest.mark.parametrize("ranks", [2, 9, 40])
+def test_selections_of_any_number_of_ranks(ranks):
+    compare_selected(Wire("topk", k=0.05), torch.float32, SelectingOnGpu(), ranks)
+
+
+@pytest.mark.parametrize("wire", ["topk", "randomk", "threshold"])
+def test_a_large_selection(wire):
+    """As the host's, of more tiles than there are warps."""
+    wire = Wire(wire, k=0.01, threshold=0.1 if wire == "threshold" else 0.0)
+    counts = [10_000_000, 3_000_001]
+    compare_selected(wire, torch.float32, SelectingOnGpu(), 2, counts)
+
+
 # -- over NCCL ------------------------------------------------------------------------------------
 
 
@@ -207,6 +235,43 @@ def gradient_of(rank: int, step: int) -> torch.Tensor:
     if step == 2 and rank == 0:
         gradient[5] = torch.inf
     return gradient
+
+
+def train_measured(wire: Any, steps: int) -> tuple[list[torch.Tensor], str]:
+    """What is sent comes to the mean in the end, and the measuring says so."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    model = torch.nn.Linear(64, 48, bias=False).to(device)
+    ddp = DistributedDataParallel(model, device_ids=[device.index])
+    state = fastreduce.attach(ddp, wire=wire, wire_min_bytes=0, measure=2)
+    applied = torch.zeros(48, 64, device=device)
+    true = torch.zeros(48, 64, device=device)
+    for step in range(steps):
+        ddp.zero_grad()
+        inputs = [
+            torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + each))
+            for each in range(world_size)
+        ]
+        ddp(inputs[rank].to(device)).sum().backward()
+        assert model.weight.grad is not None
+        applied += model.weight.grad
+        true += torch.stack([each.sum(0) for each in inputs]).mean(0).to(device)
+    saved = state.state_dict(merge=True)["compression"]["residuals"]["weight"]["sent"]
+    verdict = state.measurement.verdict
+    state.close()
+    return [(applied + saved.to(device)).cpu(), true.cpu()], verdict
+
+
+@pytest.mark.parametrize(
+    "wire", [Wire("topk", k=0.1), Wire("lowrank", rank=2), Wire("int8")], ids=str
+)
+def test_nothing_is_lost(ranks, wire):
+    if torch.cuda.device_count() < 2 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
+        pytest.skip("needs two GPUs")
+    for (got, want), verdict in ranks(2).run(train_measured, wire, 6):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+        assert verdict
 
 
 @pytest.mark.parametrize("format", FORMATS[1:])
