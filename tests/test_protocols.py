@@ -44,11 +44,12 @@ ENVIRONMENT = {
     "ASAN_OPTIONS": f"detect_leaks=0:exitcode={REPORTED}",
     "UBSAN_OPTIONS": f"print_stacktrace=1:exitcode={REPORTED}",
 }
+# (With -O1 the second takes three times as long to compile.)
 SANITIZERS = {
-    "thread": "-fsanitize=thread",
-    "address": "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all",
+    "thread": "-O1 -fsanitize=thread",
+    "address": "-O0 -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all",
 }
-CHECKED = "-std=c++17 -O1 -g -pthread -ffp-contract=off -DFR_BASELINE_ONLY -iquote csrc"
+CHECKED = "-std=c++17 -g -pthread -ffp-contract=off -DFR_BASELINE_ONLY -iquote csrc"
 
 # Case -> what is broken, and has to be noticed. Only ThreadSanitizer sees a missing order.
 SABOTAGES = {
@@ -175,7 +176,7 @@ class Builder:
         return target
 
     def _run(self, command: list[str], target: Path) -> None:
-        polite = ["nice", "-n", "19"] if shutil.which("nice") else []
+        polite = ["nice", "-n", "5"] if shutil.which("nice") else []
         command = [*polite, *command, "-o", str(target)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -202,8 +203,10 @@ WIRES = [
     ROOT / "csrc" / "shared_memory.cpp",
 ]
 UNITS = [TESTS / "units.cpp"]
+# As the library's, with vectors but without what else -O3 does: it takes three times as long.
+VECTORS = FLAGS.replace("-O3", "-O2 -ftree-vectorize -fvect-cost-model=dynamic")
 UNIT_FLAGS = {"checked": f"{CHECKED} {SANITIZERS['address']}"} | {
-    name: f"{FLAGS} {flags} -iquote csrc" for name, flags in INSTRUCTION_SETS.items()
+    name: f"{VECTORS} {flags} -iquote csrc" for name, flags in INSTRUCTION_SETS.items()
 }
 WIRE_FLAGS = {"checked": f"{CHECKED} {SANITIZERS['address']}", "shipped": f"{FLAGS} -iquote csrc"}
 
