@@ -1058,11 +1058,10 @@ class Communicator:
         return gpu
 
     def _machine(self, device: torch.device) -> str:
-        """What measured limits hold for."""
+        """See :func:`fastreduce.tuning.machine`; "" where there is none to measure."""
         if cuda.problem():
             return ""
-        name = torch.cuda.get_device_name(device)
-        return f"{self.world_size} x {name}, CUDA {torch.version.cuda}"
+        return tuning.machine(self.world_size, torch.cuda.get_device_name(device))
 
     def _gpu_algorithm(
         self,

@@ -106,13 +106,18 @@ class SharedTensors:
                 del self._segments[address]
 
 
+def movable_bytes(room: int, ranks: int) -> int:
+    """What each of a host's ranks can move into shared memory that has so much room: all do at the
+    same time, and a sixteenth stays free for others."""
+    return (room - room // 16) // ranks
+
+
 def _why_not_movable(storage: UntypedStorage, ranks: int) -> str | None:
     if not storage.resizable():
         return "its memory belongs to something else too (a NumPy array, say), so it cannot move"
     space = os.statvfs(_SHM) if os.path.isdir(_SHM) else None
     room = space.f_bavail * space.f_frsize if space is not None else 0
-    # All ranks move theirs at the same time. A sixteenth stays free for others.
-    if ranks * storage.nbytes() > room - room // 16:
+    if storage.nbytes() > movable_bytes(room, ranks):
         return f"{_SHM} has too little room"
     return None
 

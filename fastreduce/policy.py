@@ -182,6 +182,32 @@ def choose_algorithm(
     return min(able, key=lambda each: expected_seconds(each, nbytes, world_size, topology))
 
 
+def crossovers(
+    world_size: int, topology: Topology | GpuTopology, largest: int = 1 << 30
+) -> tuple[tuple[str, int | None], ...]:
+    """What ``choose_algorithm`` gives for messages of multiples of 16 bytes: algorithm, and the
+    last size up to which it is taken; None for the one from there to ``largest``. (One that is
+    taken for less than a doubling of the size may be missed.)"""
+
+    def choice(nbytes: int) -> str:
+        return choose_algorithm(nbytes, world_size, topology)
+
+    found: list[tuple[str, int | None]] = []
+    begin = 16
+    while begin < largest:
+        name, end = choice(begin), begin
+        while end < largest and choice(end) == name:
+            begin, end = end, min(2 * end, largest)
+        if choice(end) == name:
+            break
+        while end - begin > 16:
+            middle = (begin + end) // 32 * 16
+            begin, end = (middle, end) if choice(middle) == name else (begin, middle)
+        found.append((name, begin))
+        begin = end
+    return (*found, (choice(largest), None))
+
+
 def limits_of(times: Mapping[str, Mapping[int, float]]) -> tuple[tuple[str, int | None], ...]:
     """``GpuTopology.limits`` out of measured times: algorithm -> bytes -> seconds.
 

@@ -190,7 +190,7 @@ def connect_gpus(
         return [value for value, _ in every]  # type: ignore[misc]
 
     try:
-        ranks = together(lambda: _describe(device, limits))
+        ranks = together(lambda: describe_gpu(device, limits))
         with torch.cuda.device(device):
             transport = _connect(
                 together, group, process_group, rank, ranks, device, timeout, first_epoch
@@ -200,7 +200,8 @@ def connect_gpus(
     return transport, ""
 
 
-def _describe(device: torch.device, limits: tuple[tuple[str, int | None], ...]) -> _Gpu:
+def describe_gpu(device: torch.device, limits: tuple[tuple[str, int | None], ...]) -> _Gpu:
+    """Raises RuntimeError where the kernels cannot run."""
     if reason := problem():
         raise RuntimeError(reason)
     from fastreduce import _cuda

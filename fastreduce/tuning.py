@@ -62,6 +62,11 @@ def _timed(run: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> flo
     return float(start.elapsed_time(end)) / 1e3
 
 
+def machine(ranks: int, gpu: str) -> str:
+    """What measured limits hold for: so many GPUs of this name, and torch's CUDA."""
+    return f"{ranks} x {gpu}, CUDA {torch.version.cuda}"
+
+
 def _file() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "fastreduce" / "tuned.json"

@@ -31,6 +31,33 @@ def test_choose_algorithm(cores, ranks, nbytes, algorithm):
     assert policy.choose_algorithm(nbytes, ranks, Topology(True, cores, ranks)) == algorithm
 
 
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology(True, 64, 8),
+        Topology(True, 2, 8),
+        Topology(False, 0, 8),
+        GpuTopology("switch", multicast=True),
+        GpuTopology("mesh", bandwidth=300e9),
+        GpuTopology("pcie", bandwidth=20e9, signal=2e-6),
+        GpuTopology("none"),
+        GpuTopology("switch", limits=(("low_latency", 48), ("two_shot", None))),
+    ],
+)
+def test_crossovers_are_where_the_choice_changes(ranks, topology):
+    found = policy.crossovers(ranks, topology)
+    assert [limit for _, limit in found][-1] is None
+    begin = 16
+    for name, limit in found:
+        end = limit or 1 << 30
+        sizes = [begin, end, *(16 << n for n in range(27) if begin <= 16 << n <= end)]
+        assert {policy.choose_algorithm(size, ranks, topology) for size in sizes} == {name}
+        begin = end + 16
+        if limit is not None:
+            assert policy.choose_algorithm(begin, ranks, topology) != name
+
+
 def test_a_slot_holds_what_one_shot_is_chosen_for():
     for cores in [1, 2, 64]:
         for ranks in range(1, 65):
