@@ -157,6 +157,18 @@ def test_environment_that_matters(monkeypatch):
     assert found["NCCL_DEBUG"] == "INFO" and "SECRET_NCCL_TOKEN" not in found
 
 
+@pytest.mark.parametrize(
+    "module, compiler",
+    [
+        (b"...GCC: (Debian 12.2.0-14) 12.2.0\0", "GCC 12.2.0"),
+        (b"...Debian clang version 14.0.6\0", "clang 14.0.6"),
+        (b"...", "unknown"),
+    ],
+)
+def test_compiler(module, compiler):
+    assert machine._compiler(module) == compiler
+
+
 def test_targets_are_those_that_cuobjdump_finds():
     listed = dump("--list-elf", "--list-ptx")
     wanted = {f"sm_{n}" for n in re.findall(r"sm_(\d+)\.cubin", listed) if n != "75"}
