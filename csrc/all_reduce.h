@@ -10,8 +10,9 @@
 //                    output written once, which is the least possible. Bandwidth.
 //   two_shot_staged  the same through slots, piece by piece, for buffers no peer can map
 //                    twice the bytes, half of them from cache; one flag per piece
-//   ring             2 (N - 1) hops, each S / N, to the next neighbour only. For links that
-//                    are no full mesh. Sums in ring order, not in the tree's.
+//   ring             2 (N - 1) hops, each S / N, to the next neighbour only; the first half as
+//                    accumulators: twice that of 16-bit types. For links that are no full mesh.
+//                    Sums in ring order, not in the tree's.
 //   low_latency      send own data in lines to all, reduce what arrives
 //                    writes 2 (N - 1) S, reads 2 (N - 1) S of its own; no flag beside the greeting,
 //                    which travels with the data. For some KiB, between processors that store

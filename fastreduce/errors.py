@@ -30,8 +30,7 @@ class CommunicatorError(RuntimeError):
         rank: the rank that raises this.
         found_by: the rank that gave up first; -1 where all ranks found it alike.
         peer: the rank that was waited for, or that differs.
-        phase: where in the call: ``enter`` (nobody has written anything yet), ``reduce``,
-            ``gather`` or ``exit``.
+        phase: where in the call this rank was: ``enter``, ``reduce``, ``gather`` or ``exit``.
         epoch: number of the call within the communicator.
         expected, seen: counter value (or, for a mismatch, rank 0's and the peer's value; of shapes,
             their checksums).

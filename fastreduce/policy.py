@@ -94,7 +94,8 @@ GPU_ALGORITHMS = ("low_latency", "one_shot", "two_shot", "multimem", "ring", "pr
 
 
 def link_bytes(algorithm: str, nbytes: int, world_size: int, *, multicast: bool = False) -> float:
-    """Bytes that one rank's link carries in its busier direction, for an all-reduce of ``nbytes``.
+    """Bytes that one rank's link carries in its busier direction, for an all-reduce of ``nbytes``
+    of 32-bit elements. (Of narrower ones ``ring`` sends partial sums as accumulators.)
 
     See the table at the head of csrc/all_reduce.h. What a process group does is not ours to say:
     with a switch that adds, at best what ``multimem`` does, else what a ring does.
