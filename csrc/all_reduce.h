@@ -157,39 +157,104 @@ FR_BLOCK bool two_shot_staged(Block& block, const View& view, const Arithmetic& 
   return Pipeline::run(block, view, pieces_in(part.size(), piece), true, fill, take, finish);
 }
 
-// Slots: of a piece of what a rank sends to every chunk, and of what it has reduced. A `coder` is a
-// HostCoder of host_wire.h, or has its methods. What a rank sends to itself is encoded, too: a
-// gradient's sum does not depend on who reduces it.
+// The staging of encoded(): for each of a few pieces, room for what a rank sends to every chunk,
+// and for what it has reduced (chunk `world`). One that `gathers` has room for copies of peers'
+// slots, too.
+struct EncodedSlots {
+  std::size_t room;  // bytes of each, a multiple of 64
+
+  static FR_FN EncodedSlots of(const Layout& layout, bool gathers) {
+    const std::size_t pieces = Pipeline::kSlots + (gathers ? 1 : 0);
+    return {layout.stage_bytes / (pieces * (layout.world + 1)) / 64 * 64};
+  }
+  FR_FN char* at(const View& view, int owner, int block, int chunk, std::size_t piece) const {
+    return view.stage(owner, block) +
+           (piece % Pipeline::kSlots * (view.world() + 1) + chunk) * room;
+  }
+  FR_FN char* copy_of(const View& view, int owner, int block) const {
+    return view.stage(view.rank, block) + (Pipeline::kSlots * (view.world() + 1) + owner) * room;
+  }
+};
+
+// Copies so many bytes of every rank's slot, in whole packs, of all ranks together: a piece of one
+// would not keep the threads busy.
+FR_OUT_OF_LINE void gather_slots(int thread, int threads, const View& view, EncodedSlots slots,
+                                 int block, int chunk, std::size_t piece, std::size_t bytes) {
+  constexpr int kAhead = 4;
+  const auto packs = static_cast<std::uint32_t>((bytes + kPackBytes - 1) / kPackBytes);
+  const std::uint32_t all = packs * static_cast<std::uint32_t>(view.world());
+  const auto stride = static_cast<std::uint32_t>(threads);
+  FR_ROLLED
+  for (auto first = static_cast<std::uint32_t>(thread); first < all; first += kAhead * stride) {
+    Items<char, kPackBytes> held[kAhead];
+    FR_UNROLL
+    for (int a = 0; a < kAhead; ++a) {
+      const std::uint32_t k = first + a * stride;
+      if (k >= all) break;
+      const char* const slot = slots.at(view, static_cast<int>(k / packs), block, chunk, piece);
+      held[a] = load_items<kPackBytes>(slot + k % packs * kPackBytes);
+    }
+    FR_UNROLL
+    for (int a = 0; a < kAhead; ++a) {
+      const std::uint32_t k = first + a * stride;
+      if (k >= all) break;
+      char* const copy = slots.copy_of(view, static_cast<int>(k / packs), block);
+      store_items(copy + k % packs * kPackBytes, held[a]);
+    }
+  }
+}
+
+// A `coder` is a HostCoder of host_wire.h, or has its methods. What a rank sends to itself is
+// encoded, too: a gradient's sum does not depend on who reduces it. A coder that kGathers is given
+// copies in place of what lies in its peers' memory.
 template <class Block, class Coder>
 FR_BLOCK bool encoded(Block& block, const View& view, Coder& coder) {
   if (coder.plan().spans == 0) return true;
   const int world = view.world();
   const int rank = view.rank;
-  const std::size_t share = view.layout.stage_bytes / Pipeline::kSlots / 64 * 64;
-  const std::size_t piece = share / (world + 1) / coder.plan().record;
-  const std::size_t piece_bytes = piece * coder.plan().record;
+  const auto slots = EncodedSlots::of(view.layout, Coder::kGathers);
 
   const auto part = [&](int chunk) {
     return part_of(coder.plan().runs(chunk), block.count(), block.index(), 1);
   };
-  const auto slot = [&](int owner, int chunk, std::size_t i) {  // chunk `world`: what is reduced
-    return view.stage(owner, block.index()) + (i % Pipeline::kSlots) * share + chunk * piece_bytes;
-  };
-  std::size_t pieces = 0;
+  std::size_t longest = 0;
+  FR_ROLLED
   for (int c = 0; c < world; ++c) {
-    const std::size_t here = pieces_in(part(c).size(), piece);
-    pieces = here < pieces ? pieces : here;
+    const std::size_t here = part(c).size();
+    longest = here < longest ? longest : here;
   }
+  if (longest == 0) return true;
+  // Pieces of equal length, in runs.
+  const std::size_t pieces = pieces_in(longest, slots.room / coder.plan().record);
+  const std::size_t piece = pieces_in(longest, pieces);
+
+  const auto own = [&](int chunk, std::size_t i) {
+    return slots.at(view, rank, block.index(), chunk, i);
+  };
+  // Of every rank: where its slot, or the copy of it, is.
+  const auto all = [&](int chunk, std::size_t i) {
+    if constexpr (Coder::kGathers) {
+      block.all(true);
+      gather_slots(block.thread(), block.threads(), view, slots, block.index(), chunk, i,
+                   piece * coder.plan().record);
+      block.all(true);
+      const char* const first = slots.copy_of(view, 0, block.index());
+      return [=](int p) { return first + p * slots.room; };
+    } else {
+      return [=, &view, &block](int p) { return slots.at(view, p, block.index(), chunk, i); };
+    }
+  };
   const auto fill = [&](std::size_t i) {
-    for (int c = 0; c < world; ++c) coder.encode(c, piece_of(part(c), i, piece), slot(rank, c, i));
+    FR_ROLLED
+    for (int c = 0; c < world; ++c) coder.encode(c, piece_of(part(c), i, piece), own(c, i));
   };
   const auto take = [&](std::size_t i) {
-    const char* from[kMaxRanks];
-    for (int p = 0; p < world; ++p) from[p] = slot(p, rank, i);
-    coder.reduce(piece_of(part(rank), i, piece), from, slot(rank, world, i));
+    coder.reduce(piece_of(part(rank), i, piece), all(rank, i), own(world, i));
   };
   const auto finish = [&](std::size_t i) {
-    for (int c = 0; c < world; ++c) coder.decode(c, piece_of(part(c), i, piece), slot(c, world, i));
+    const auto from = all(world, i);
+    FR_ROLLED
+    for (int c = 0; c < world; ++c) coder.decode(c, piece_of(part(c), i, piece), from(c));
   };
   return Pipeline::run(block, view, pieces, !coder.lands(), fill, take, finish);
 }

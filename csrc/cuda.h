@@ -45,6 +45,7 @@ struct Segment {
 struct Launch {
   View view;
   Job job;
+  Coding coding;  // of an encoded call; its tables are in the device's memory
   DeviceState* state = nullptr;
   const Segment* segments = nullptr;
   Mailbox* mailbox = nullptr;

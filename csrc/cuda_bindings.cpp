@@ -48,6 +48,9 @@ class DeviceCoding {
     launch_.factor = reinterpret_cast<const float*>(factor_at);
   }
 
+  // For a call that does all three.
+  Address address() const { return reinterpret_cast<Address>(&launch_.coding); }
+
   void encode(Address to, Address stream) const { run(WireStep::encode, 0, 0, to, stream); }
   // The messages lie one after the other.
   void reduce(Address from, Address to, Address stream) const {
@@ -176,6 +179,7 @@ PYBIND11_MODULE(_cuda, m) {
            py::arg("plan"), py::arg("gradient"), py::arg("dtype"), py::arg("rank"),
            py::arg("factor"), py::arg("factor_at"), py::arg("residuals"), py::arg("residual_dtype"),
            py::arg("absent"), py::arg("seed"), py::arg("step"), py::arg("finite"))
+      .def_property_readonly("address", &DeviceCoding::address)
       .def("encode", &DeviceCoding::encode, py::call_guard<py::gil_scoped_release>())
       .def("reduce", &DeviceCoding::reduce, py::call_guard<py::gil_scoped_release>())
       .def("decode", &DeviceCoding::decode, py::call_guard<py::gil_scoped_release>())

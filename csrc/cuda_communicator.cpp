@@ -154,14 +154,23 @@ void CudaCommunicator::run(Call call, const void* in, void* out, int blocks, Add
     case Algorithm::ring:
       require(call.kind == Kind::all_reduce, "ring: expected an all_reduce");
       break;
-    case Algorithm::encoded:
-      require(false, "encoded: between GPUs, messages go through the process group");
+    case Algorithm::encoded: {
+      const Plan& plan = static_cast<const Coding*>(in)->plan;
+      const std::size_t room = EncodedSlots::of(layout, true).room;
+      require(call.kind == Kind::all_reduce, "encoded: expected an all_reduce");
+      require(plan.world == layout.world, "encoded: expected a plan of " +
+                                              std::to_string(layout.world) + " ranks, got one of " +
+                                              std::to_string(plan.world));
+      require(plan.record <= room, "encoded: expected runs of at most " + std::to_string(room) +
+                                       " bytes, got " + std::to_string(plan.record));
       break;
+    }
   }
   Launch launch = launch_;
   launch.job.call = call;
   launch.job.in = in;
   launch.job.out = out;
+  if (call.algorithm == Algorithm::encoded) launch.coding = *static_cast<const Coding*>(in);
   driver_.launch(launch, blocks, stream);
 }
 

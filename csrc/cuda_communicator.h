@@ -34,8 +34,9 @@ class CudaCommunicator {
   // or -1.
   int find(const void* memory, std::size_t bytes, bool everywhere) const;
 
-  // Launches a call. Throws CallFailed if an earlier one has given up, and std::invalid_argument
-  // for one that the kernels cannot do; then nothing is launched.
+  // Launches a call; `in` of an encoded one is its Coding, with tables in the device's memory.
+  // Throws CallFailed if an earlier one has given up, and std::invalid_argument for one that the
+  // kernels cannot do; then nothing is launched.
   void run(Call call, const void* in, void* out, int blocks, Address stream);
   // Throws CallFailed if a call has given up.
   void check() const;

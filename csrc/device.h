@@ -25,6 +25,8 @@ struct BlockShared {
   // The call's factors in every accumulator's type, see Scale.
   float single[kMaxRanks];
   double twice[kMaxRanks];
+  double total;                                 // of the ranks' weights
+  alignas(Coding) char coding[sizeof(Coding)];  // of an encoded call, with this rank's factor
   double after;
   std::int64_t divisor;
 };
@@ -204,6 +206,7 @@ FR_BLOCK void find_factors(Block& block, const Launch& launch) {
   block.all(true);
   if (block.thread() == 0) {
     const double total = total_of(shared.twice, world);
+    shared.total = total;
     shared.after = after_of(launch.job.call, total);
     shared.divisor = launch.job.call.op == Op::mean ? static_cast<std::int64_t>(total) : 1;
   }
@@ -259,6 +262,27 @@ FR_BLOCK void low_latency_call(Block& block, const Launch& launch, const Arithme
   greet(block, launch.view, epoch, job.call);
   low_latency(block, launch.view, arithmetic, epoch, job.call, static_cast<const char*>(job.in),
               static_cast<char*>(job.out), [&] { find_factors(block, launch); });
+}
+
+// coder_of(coding) makes what the protocol encodes with.
+template <class Block, class CoderOf>
+FR_BLOCK void encoded_call(Block& block, const Launch& launch, const CoderOf& coder_of,
+                           std::uint32_t epoch) {
+  const View& view = launch.view;
+  bool complete = open(block, view, launch.job, epoch);
+  if (complete) {
+    find_factors(block, launch);
+    auto* const coding = reinterpret_cast<Coding*>(block.shared().coding);
+    if (block.thread() == 0) {
+      *coding = launch.coding;
+      coding->factor = encoded_factor(block.calls()[view.rank], view.world(), block.shared().total);
+    }
+    block.all(true);
+    auto coder = coder_of(*coding);
+    complete = encoded(block, view, coder);
+  }
+  // New residuals do not count either, then.
+  if (!complete && block.thread() == 0) store_release(launch.coding.finite, 0);
 }
 
 template <class Block>

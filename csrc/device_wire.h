@@ -263,5 +263,80 @@ FR_BLOCK FR_INLINE void decode_messages(Team& team, const WireLaunch& launch, st
   });
 }
 
+// A Coding as encoded() uses it: piece by piece. Ranges are runs of a message, of which `to` and
+// `from` hold just these; the warps of a block share them. Their Lanes also have
+//   std::uint32_t warp(), warps()             which warp of the block this is, of how many
+template <class Team>
+class DeviceCoder {
+ public:
+  // Of a record, lanes read single bytes, one after the other, and some of them twice.
+  static constexpr bool kGathers = true;
+
+  FR_FN DeviceCoder(const Team& team, const Coding& coding) : team_(team), coding_(coding) {}
+
+  FR_FN const Plan& plan() const { return coding_.plan; }
+  static FR_FN constexpr bool lands() { return false; }
+
+  FR_BLOCK void encode(int chunk, Range runs, char* to) const {
+    encode(team_, coding_, chunk, runs.begin, runs.end, to);
+  }
+  // from(p): rank p's.
+  template <class From>
+  FR_BLOCK void reduce(Range runs, const From& from, char* to) const {
+    reduce(team_, coding_, runs.begin, runs.end, from, to);
+  }
+  FR_BLOCK void decode(int chunk, Range runs, const char* from) const {
+    decode(team_, coding_, chunk, runs.begin, runs.end, from);
+  }
+
+ private:
+  // Functions for themselves: a protocol has registers of its own.
+  static FR_OUT_OF_LINE void encode(Team team, const Coding& coding, int chunk, std::size_t begin,
+                                    std::size_t end, char* to) {
+    each(team, coding, chunk, begin, end, [&](const Run& run, std::size_t at) {
+      visit_span(coding.plan.span[run.span], [&](auto codec, auto rounding) {
+        encode_run<decltype(codec), decltype(rounding)>(team, coding, run, to + at);
+      });
+    });
+  }
+  template <class From>
+  static FR_OUT_OF_LINE void reduce(Team team, const Coding& coding, std::size_t begin,
+                                    std::size_t end, From from, char* to) {
+    each(team, coding, coding.rank, begin, end, [&](const Run& run, std::size_t at) {
+      visit_span(coding.plan.span[run.span], [&](auto codec, auto rounding) {
+        reduce_run<decltype(codec), decltype(rounding)>(
+            team, coding, run, [=](int p) { return from(p) + at; }, to + at);
+      });
+    });
+  }
+  static FR_OUT_OF_LINE void decode(Team team, const Coding& coding, int chunk, std::size_t begin,
+                                    std::size_t end, const char* from) {
+    each(team, coding, chunk, begin, end, [&](const Run& run, std::size_t at) {
+      visit_format(coding.plan.span[run.span].format,
+                   [&](auto codec) { decode_run<decltype(codec)>(team, coding, run, from + at); });
+    });
+  }
+
+  // This warp's runs. Of every chunk another warp has the first one: there may be fewer than warps.
+  template <class Visit>
+  static FR_BLOCK FR_INLINE void each(const Team& team, const Coding& coding, int chunk,
+                                      std::size_t begin, std::size_t end, const Visit& visit) {
+    const std::uint32_t warps = team.warps();
+    const auto before = static_cast<std::uint32_t>(chunk * (end - begin)) % warps;
+    std::size_t index = begin + (team.warp() + warps - before) % warps;
+    if (index >= end) return;
+    const Run first = run_at(coding.plan, chunk, begin, 0);
+    std::size_t span = first.span;
+    for (; index < end; index += warps) {
+      const Run run = run_at(coding.plan, chunk, index, span);
+      span = run.span;
+      visit(run, run.byte - first.byte);
+    }
+  }
+
+  Team team_;
+  const Coding& coding_;
+};
+
 }  // namespace FR_ISA
 }  // namespace fastreduce

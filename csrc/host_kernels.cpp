@@ -195,11 +195,9 @@ Divisor<A> scale_of(A*, const Job& job, int, const Divisor<A>*) {
   return {job.call.op == Op::mean ? static_cast<A>(job.total) : A(1)};
 }
 
-// A gradient as its part of the mean of all ranks' gradients, times their number.
 bool run_encoded(HostBlock& block, const View& view, const Job& job) {
   Coding coding = *static_cast<const Coding*>(job.in);
-  const double share = job.total == 0 ? 0 : view.world() / job.total;
-  coding.factor = static_cast<float>(factor_of(job.calls[view.rank]) * share);
+  coding.factor = encoded_factor(job.calls[view.rank], view.world(), job.total);
   HostCoder coder(coding);
   return encoded(block, view, coder);
 }

@@ -231,6 +231,8 @@ RunVerbs verbs() {
 // `from` hold just these.
 class HostCoder {
  public:
+  static constexpr bool kGathers = false;
+
   explicit HostCoder(const Coding& coding) : coding_(coding) {
     for (int f = 0; f < kFormats; ++f)
       visit_format(static_cast<Format>(f), [&](auto codec) {
@@ -248,7 +250,14 @@ class HostCoder {
       verbs.encode(team_, coding_, run, to + at);
     });
   }
-  void reduce(Range runs, const char* const* from, char* to) {
+  // from(p): rank p's.
+  template <class From>
+  void reduce(Range runs, const From& from, char* to) {
+    const char* records[kMaxRanks];
+    for (int p = 0; p < plan().world; ++p) records[p] = from(p);
+    reduce_all(runs, records, to);
+  }
+  void reduce_all(Range runs, const char* const* from, char* to) {
     each(coding_.rank, runs, [&](const Run& run, const RunVerbs& verbs, std::size_t at) {
       verbs.reduce(team_, coding_, run, from, at, to + at);
     });
@@ -284,7 +293,7 @@ inline void encode_message(const Coding& coding, int chunk, char* to) {
 }
 
 inline void reduce_messages(const Coding& coding, const char* const* from, char* to) {
-  HostCoder(coding).reduce({0, coding.plan.runs(coding.rank)}, from, to);
+  HostCoder(coding).reduce_all({0, coding.plan.runs(coding.rank)}, from, to);
 }
 
 inline void decode_message(const Coding& coding, int chunk, const char* from) {

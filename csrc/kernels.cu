@@ -2,37 +2,11 @@
 // memory for one element type and operation; a call of one moves a whole piece.
 #include <cuda_runtime.h>
 
+#include "cuda_block.h"
 #include "cuda_error.h"
-#include "device.h"
 
 namespace fastreduce {
 namespace {
-
-__shared__ BlockShared shared;
-
-struct CudaTarget {
-  __device__ int index() const { return static_cast<int>(blockIdx.x); }
-  __device__ int count() const { return static_cast<int>(gridDim.x); }
-  __device__ int thread() const { return static_cast<int>(threadIdx.x); }
-  __device__ int threads() const { return static_cast<int>(blockDim.x); }
-  __device__ bool all(bool value) const { return __syncthreads_and(value) != 0; }
-  __device__ BlockShared& shared() const { return fastreduce::shared; }
-  __device__ std::uint64_t nanoseconds() const {
-    std::uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-  }
-  __device__ bool first(std::uint32_t& word) const { return atomicExch(&word, 1u) == 0; }
-  __device__ std::uint32_t count_up(std::uint32_t& word) const {
-    __threadfence();
-    return atomicAdd(&word, 1u) + 1;
-  }
-  __device__ std::uint32_t look(const std::uint32_t& word) const {
-    return *static_cast<const volatile std::uint32_t*>(&word);
-  }
-};
-
-using CudaBlock = DeviceBlock<CudaTarget>;
 
 // visit(arithmetic) for the types of the call.
 template <class Visit>
@@ -220,35 +194,32 @@ __device__ void CudaArithmetic::reduce_everywhere([[maybe_unused]] CudaBlock& bl
 #endif
 }
 
-#define FR_KERNEL __global__ void __launch_bounds__(kBlockThreads, 1)
-
-FR_KERNEL reduction(const __grid_constant__ Launch launch) {
+FR_WAITING_KERNEL reduction(const __grid_constant__ Launch launch) {
   run_call(CudaBlock(), launch, [&](CudaBlock& block, std::uint32_t epoch) {
     reduce_call(block, launch, CudaArithmetic(), epoch);
   });
 }
 
-FR_KERNEL ring_reduction(const __grid_constant__ Launch launch) {
+FR_WAITING_KERNEL ring_reduction(const __grid_constant__ Launch launch) {
   run_call(CudaBlock(), launch, [&](CudaBlock& block, std::uint32_t epoch) {
     ring_call(block, launch, CudaArithmetic(), epoch);
   });
 }
 
-FR_KERNEL small_reduction(const __grid_constant__ Launch launch) {
+FR_WAITING_KERNEL small_reduction(const __grid_constant__ Launch launch) {
   run_call(CudaBlock(), launch, [&](CudaBlock& block, std::uint32_t epoch) {
     low_latency_call(block, launch, CudaArithmetic(), epoch);
   });
 }
 
-FR_KERNEL transfer(const __grid_constant__ Launch launch) {
+FR_WAITING_KERNEL transfer(const __grid_constant__ Launch launch) {
   run_call(CudaBlock(), launch,
            [&](CudaBlock& block, std::uint32_t epoch) { transfer_call(block, launch, epoch); });
 }
 
-using Kernel = void (*)(Launch);
-
-Kernel kernel_of(const Call& call) {
+Kernel kernel_of(const Call& call, int world) {
   if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter) return transfer;
+  if (call.algorithm == Algorithm::encoded) return encoded_kernel(world);
   if (call.algorithm == Algorithm::low_latency) return small_reduction;
   if (call.algorithm == Algorithm::ring) return ring_reduction;
   return reduction;
@@ -262,7 +233,8 @@ int resident_blocks_of_kernels() {
   check(cudaGetDevice(&device));
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   int least = kGridLimit;
-  for (const Kernel kernel : {reduction, ring_reduction, small_reduction, transfer}) {
+  for (const Kernel kernel : {reduction, ring_reduction, small_reduction, transfer,
+                              encoded_kernel(kInFlight), encoded_kernel(kMaxRanks)}) {
     int each = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kBlockThreads, 0));
     least = each * processors < least ? each * processors : least;
@@ -282,7 +254,7 @@ void launch_kernel(const Launch& launch, int blocks, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &together;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel_of(launch.job.call), launch));
+  check(cudaLaunchKernelEx(&config, kernel_of(launch.job.call, launch.view.world()), launch));
 }
 
 }  // namespace fastreduce

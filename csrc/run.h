@@ -96,6 +96,13 @@ FR_FN double after_of(const Call& call, double total) {
   return call.op != Op::mean ? 1.0 : total == 0 ? 0.0 : 1.0 / total;
 }
 
+// What a rank's gradient is multiplied by before it is encoded: its part of the mean of all ranks'
+// gradients, times their number.
+FR_FN float encoded_factor(const Call& call, int world, double total) {
+  const double share = total == 0 ? 0 : world / total;
+  return static_cast<float>(factor_of(call) * share);
+}
+
 // An element type and an operation, as a value.
 template <class T, class O>
 struct Typed {

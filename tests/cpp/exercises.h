@@ -569,9 +569,12 @@ class Transfer : public Collective<char> {
   }
 };
 
-// What a thread does of a block's pieces: every so-manieth run.
+// What a thread does of a block's pieces: every so-manieth run. Gathers: as on a GPU.
+template <bool Gathers>
 class SharedCoder {
  public:
+  static constexpr bool kGathers = Gathers;
+
   SharedCoder(const Coding& coding, const TestBlock& block)
       : coder_(coding), coding_(coding), block_(block) {}
 
@@ -580,11 +583,10 @@ class SharedCoder {
   void encode(int chunk, Range runs, char* to) {
     each(chunk, runs, [&](Range run, std::size_t at) { coder_.encode(chunk, run, to + at); });
   }
-  void reduce(Range runs, const char* const* from, char* to) {
+  template <class From>
+  void reduce(Range runs, const From& from, char* to) {
     each(coding_.rank, runs, [&](Range run, std::size_t at) {
-      const char* here[kMaxRanks];
-      for (int p = 0; p < coding_.plan.world; ++p) here[p] = from[p] + at;
-      coder_.reduce(run, here, to + at);
+      coder_.reduce(run, [&](int p) { return from(p) + at; }, to + at);
     });
   }
   void decode(int chunk, Range runs, const char* from) {
@@ -651,7 +653,12 @@ class Encoding : public Exercise {
   }
 
   bool run(TestBlock& block, const View& view, std::uint32_t, int call) override {
-    SharedCoder coder(buffer_of(call).told[view.rank]->coding(), block);
+    const Coding& coding = buffer_of(call).told[view.rank]->coding();
+    if (block.threads() == 1) {
+      SharedCoder<false> coder(coding, block);
+      return encoded(block, view, coder);
+    }
+    SharedCoder<true> coder(coding, block);
     return encoded(block, view, coder);
   }
 
@@ -734,7 +741,8 @@ class Encoding : public Exercise {
 
   // Nothing; one element; a parameter of many pieces, of fewer runs than ranks; and mixtures.
   static std::vector<Span> spans_of(int which, const Shape& shape, Random& random) {
-    const std::size_t room = shape.stage_bytes / 4 / 64 * 64 / (shape.world + 1);
+    const std::size_t room =
+        EncodedSlots::of(Layout{shape.world, 1, 0, shape.stage_bytes}, true).room;
     std::vector<Span> spans;
     std::uint64_t offset = 0;
     const auto add = [&](std::size_t most, bool exactly) {

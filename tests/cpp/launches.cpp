@@ -1,8 +1,8 @@
 // The launch side of the CUDA target, over a driver that runs each kernel's body on threads: ranks
 // of one process, each with a stream of its own.
 //
-//   launches list    the cases
-//   launches CASE
+//   launches list            the cases
+//   launches CASE [SABOTAGE]   of encoded calls: no_wait, no_block_barrier
 //
 // Exit status: 0, 1 after a difference, else the sanitizer's.
 #include <sys/wait.h>
@@ -20,6 +20,9 @@
 
 #include "cuda_communicator.h"
 #include "device.h"
+#include "device_wire.h"
+#include "encoding.h"
+#include "lanes.h"
 #include "ranks.h"
 #include "reference.h"
 
@@ -73,7 +76,21 @@ struct HostTarget {
   }
 };
 
-using HostDevice = DeviceBlock<HostTarget>;
+// What is broken in encoded calls, once they are agreed on.
+Action sabotage = Action::none;
+
+struct HostDevice : DeviceBlock<HostTarget> {
+  bool encodes = false;
+
+  using DeviceBlock::DeviceBlock;
+  bool all(bool value) {
+    return encodes && sabotage == Action::no_block_barrier ? value : DeviceBlock::all(value);
+  }
+  bool wait(Flag& flag, std::uint32_t value, int peer, Phase phase) {
+    return (encodes && sabotage == Action::skip_wait) ||
+           DeviceBlock::wait(flag, value, peer, phase);
+  }
+};
 
 // As a kernel's: factors are known only after the agreement. With an address that stands for all
 // ranks' memory: that of rank 0's.
@@ -118,11 +135,61 @@ struct Emulated {
   }
 };
 
+// A thread stands for a warp, whose lanes take turns in it.
+class PlayedCoder {
+  struct PlayedLanes : HostLanes {
+    std::uint32_t warp_;
+    std::uint32_t warps_;
+    std::uint32_t warp() const { return warp_; }
+    std::uint32_t warps() const { return warps_; }
+  };
+  using Team = DeviceTeam<PlayedLanes, true>;
+  using Coder = DeviceCoder<Team>;
+
+ public:
+  static constexpr bool kGathers = Coder::kGathers;
+
+  PlayedCoder(HostDevice& block, const Coding& coding) : block_(block), coding_(coding) {
+    block.encodes = true;
+  }
+
+  const Plan& plan() const { return coding_.plan; }
+  static constexpr bool lands() { return false; }
+  void encode(int chunk, Range runs, char* to) {
+    each_lane([&](const Coder& coder) { coder.encode(chunk, runs, to); });
+  }
+  template <class From>
+  void reduce(Range runs, const From& from, char* to) {
+    each_lane([&](const Coder& coder) { coder.reduce(runs, from, to); });
+  }
+  void decode(int chunk, Range runs, const char* from) {
+    each_lane([&](const Coder& coder) { coder.decode(chunk, runs, from); });
+  }
+
+ private:
+  template <class Body>
+  void each_lane(const Body& body) {
+    warp_.run([&](int lane) {
+      const auto number = static_cast<std::uint32_t>(block_.thread());
+      const auto count = static_cast<std::uint32_t>(block_.threads());
+      const Team team(PlayedLanes{{&warp_, lane, Fault::none}, number, count});
+      body(Coder(team, coding_));
+    });
+  }
+
+  const HostDevice& block_;
+  const Coding& coding_;
+  Warp warp_;
+};
+
 void run_kernel(HostDevice block, const Launch& launch) {
   const Call& call = launch.job.call;
   run_call(block, launch, [&](HostDevice& each, std::uint32_t epoch) {
     if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter)
       return transfer_call(each, launch, epoch);
+    if (call.algorithm == Algorithm::encoded)
+      return encoded_call(
+          each, launch, [&](const Coding& coding) { return PlayedCoder(each, coding); }, epoch);
     // Three types stand for all: each costs seconds to compile.
     const auto with = [&](auto element) {
       using T = decltype(element);
@@ -209,6 +276,7 @@ class ThreadDriver final : public Driver {
 };
 
 constexpr int kBlocks = 3;
+constexpr std::size_t kRecord = 512;  // of the runs of encoded calls, at most
 constexpr std::size_t kSegmentBytes = 1 << 16;
 
 // Ranks, their control areas, and one segment of memory of each that the others reach.
@@ -219,8 +287,10 @@ class Group {
 
  public:
   explicit Group(int world, std::uint32_t first_epoch = 0,
-                 std::chrono::nanoseconds timeout = std::chrono::seconds(30))
-      : layout_{world, kBlocks, 4096, 4 * 64 * static_cast<std::size_t>(world + 1), 2048} {
+                 std::chrono::nanoseconds timeout = std::chrono::seconds(30),
+                 std::size_t stage_bytes = 0)
+      : layout_{world, kBlocks, 4096,
+                std::max(stage_bytes, 4 * 64 * static_cast<std::size_t>(world + 1)), 2048} {
     std::vector<Address> areas;
     std::vector<Address> bases;
     for (int r = 0; r < world; ++r) {
@@ -356,6 +426,129 @@ void all_reduce() {
   for (const int world : {2, 3, 4, 8}) check_all_reduce<float>(world, DType::float32, 0u - 7);
   check_all_reduce<BFloat16>(4, DType::bfloat16, 0x80000000u - 5);
   check_all_reduce<std::int32_t>(3, DType::int32, 0);
+}
+
+// One of a buffer's ranks in one step.
+struct Encoded {
+  Values gradient;
+  std::unique_ptr<Told> told;
+};
+
+// Parameters of all formats, and what the ranks keep of them.
+struct Parameters {
+  std::vector<Span> spans;
+  std::unique_ptr<Planned> planned;
+  std::uint64_t elements = 1;  // off the alignment of packs
+  std::vector<Holding> holdings;
+
+  Parameters(int world, DType residual_dtype, Random& random) {
+    for (int f = 0; f < kFormats; ++f)
+      for (const bool stochastic : {false, true}) {
+        Span span{elements,
+                  random.below(900),
+                  random.next() << 1 ^ random.next(),
+                  static_cast<Format>(f),
+                  stochastic,
+                  32};
+        for (const std::uint16_t run : {60, 96, 128, 480})
+          if (random.below(2) == 0 && record_bytes(span.format, run) <= kRecord) span.run = run;
+        spans.push_back(span);
+        elements += span.count + random.below(3);
+      }
+    planned = std::make_unique<Planned>(world, spans);
+    holdings.resize(world);
+    for (Holding& holding : holdings)
+      for (const Span& span : spans) {
+        const Values values(residual_dtype, span.key % 5 == 4 ? 0 : span.count);
+        holding.kept.push_back({{values, values}, {values, values}});
+      }
+  }
+};
+
+// Steps in wire formats, one launched behind the other, with residuals from step to step: weights,
+// and none; parameters that some or all have not used; one that is not finite. A piece has `runs`
+// of each chunk, at least.
+void check_encoded(int world, int blocks, int runs, DType dtype, DType residual_dtype) {
+  Group group(world, 0u - 3, std::chrono::seconds(30), 5 * runs * kRecord * (world + 1));
+  Random random(world * 31u + static_cast<unsigned>(dtype));
+  const auto draw = [&] { return random.next(); };
+  Parameters parameters(world, residual_dtype, random);
+  const std::vector<Span>& spans = parameters.spans;
+  std::vector<Holding> expected = parameters.holdings;
+  for (Holding& each : expected) each.gradient = Values(dtype, parameters.elements);
+  constexpr int kSteps = 4;
+  std::vector<std::vector<Encoded>> steps(kSteps);
+  std::vector<Values> outputs;
+  std::vector<bool> finite;
+  Step step;
+  for (int turn = 0; turn < kSteps; ++turn) {
+    step.seed = static_cast<std::uint64_t>(draw()) << 40 ^ draw();
+    ++step.number;
+    const bool weighted = turn % 2 == 1;
+    std::vector<double> scales, weights;
+    double total = 0;
+    for (int r = 0; r < world; ++r) {
+      const bool absent = r == world - 1 && turn == 1;  // counts for nothing beside weights
+      weights.push_back(absent ? kAbsent : weighted ? 0.7 * r : kOrdinary);
+      scales.push_back(weighted ? 0.7 * r : 1.25);
+      total += absent ? 0 : weighted ? weights[r] : 1;
+    }
+    step.factors.clear();
+    step.absent.assign(world, std::vector<char>(spans.size()));
+    for (int r = 0; r < world; ++r) {
+      step.factors.push_back(static_cast<float>(scales[r] * (total == 0 ? 0 : world / total)));
+      for (std::size_t s = 0; s < spans.size(); ++s) {
+        step.absent[r][s] = turn != 0 && (s == 3 || random.below(4) == 0);
+        const auto mood =
+            static_cast<Mood>(random.below(turn == 2 && s == 5 ? kMoods : kMoods - 1));
+        for (std::size_t i = 0; i < spans[s].count; ++i)
+          expected[r].gradient.set(spans[s].offset + i, mood_value(mood, draw));
+      }
+    }
+    for (int r = 0; r < world; ++r) steps[turn].push_back({expected[r].gradient, nullptr});
+    finite.push_back(step_of(spans, step, expected).finite);
+    outputs.push_back(expected[0].gradient);
+    for (int r = 0; r < world; ++r) {
+      Encoded& each = steps[turn][r];
+      each.told =
+          std::make_unique<Told>(parameters.planned->plan(), step, r, parameters.holdings[r],
+                                 residual_dtype, dtype, each.gradient.bytes.data());
+      Coding coding = each.told->coding();
+      coding.factor = bits_float(kNan);  // which all find together
+      Call call = all_reduce_of(parameters.elements, Algorithm::encoded, Op::mean);
+      call.dtype = dtype;
+      call.scale = scales[r];
+      call.weight = weights[r];
+      group.ranks[r]->run(call, &coding, nullptr, blocks, 0);
+    }
+    if (finite.back()) step.now = 1 - step.now;
+  }
+  for (auto& driver : group.drivers) driver->join();
+  for (auto& rank : group.ranks) rank->check();
+  for (int r = 0; r < world; ++r) {
+    const std::string where = "encoded on " + std::to_string(world) + " ranks of " +
+                              std::to_string(blocks) + " blocks, rank " + std::to_string(r);
+    for (int turn = 0; turn < kSteps; ++turn) {
+      const std::string which = where + ", step " + std::to_string(turn);
+      expect(steps[turn][r].gradient.bytes == outputs[turn].bytes, which + ": a gradient");
+      expect(steps[turn][r].told->finite() == finite[turn], which + ": finite");
+    }
+    for (std::size_t s = 0; s < spans.size(); ++s)
+      for (int k = 0; k < 2; ++k) {
+        const Kept& kept = parameters.holdings[r].kept[s];
+        const Kept& wanted = expected[r].kept[s];
+        expect(kept.sent[k].bytes == wanted.sent[k].bytes &&
+                   kept.reduced[k].bytes == wanted.reduced[k].bytes,
+               where + ": residuals of span " + std::to_string(s));
+      }
+  }
+}
+
+void encoded_steps() {
+  check_encoded(2, 3, 1, DType::float32, DType::float32);
+  check_encoded(3, 2, 4, DType::bfloat16, DType::float32);
+  check_encoded(4, 1, 7, DType::float16, DType::bfloat16);
+  check_encoded(5, 3, 2, DType::float32, DType::bfloat16);
 }
 
 void others() {
@@ -588,6 +781,14 @@ void arguments() {
   Call whole = all_reduce_of(4, Algorithm::multimem);
   whole.dtype = DType::float64;
   refuses("what no switch adds", whole, inside, inside);
+  const Planned others(3, {{0, 4, 0, Format::fp32, false, 4}});
+  const Planned longer(2, {{0, 1024, 0, Format::fp32, false, 1024}});
+  for (const Planned* each : {&others, &longer}) {
+    Coding coding;
+    coding.plan = each->plan();
+    refuses("a plan of other ranks, runs that are too long", all_reduce_of(4, Algorithm::encoded),
+            &coding, nullptr);
+  }
   expect(group.drivers[0]->grids.empty(), "what is refused is not launched");
   expect(rank.find(inside + 4, 16, true) == 1 && rank.find(outside.data(), 16, false) == -1,
          "segments are found by address");
@@ -596,20 +797,71 @@ void arguments() {
   expect(refused([&] { rank.add_segment(kSegments, {0, 0}, 0, 16); }), "too many segments");
 }
 
+// Rank 2 encodes otherwise, or gives a weight alone, or never comes: nothing is written, and no
+// residual counts.
+void encoded_failures() {
+  constexpr int kWorld = 3;
+  for (const Field field : {Field::shape, Field::weight, Field::none}) {
+    const bool comes = field != Field::none;
+    Group group(kWorld, 0,
+                comes ? std::chrono::milliseconds(30000) : std::chrono::milliseconds(300),
+                5 * kRecord * (kWorld + 1));
+    Random random(1);
+    Parameters parameters(kWorld, DType::float32, random);
+    Step step;
+    step.factors.assign(kWorld, 1);
+    step.absent.assign(kWorld, std::vector<char>(parameters.spans.size()));
+    std::vector<Encoded> ranks(kWorld);
+    for (int r = 0; r < (comes ? kWorld : kWorld - 1); ++r) {
+      Encoded& each = ranks[r];
+      each.gradient = Values(DType::float32, parameters.elements);
+      each.told =
+          std::make_unique<Told>(parameters.planned->plan(), step, r, parameters.holdings[r],
+                                 DType::float32, DType::float32, each.gradient.bytes.data());
+      Call call = all_reduce_of(parameters.elements, Algorithm::encoded, Op::mean);
+      if (r == 2 && field == Field::shape) call.shape = 1;
+      if (r == 2 && field == Field::weight) call.weight = 1;
+      group.ranks[r]->run(call, &each.told->coding(), nullptr, r == 2 ? 1 : kBlocks, 0);
+    }
+    for (auto& driver : group.drivers) driver->join();
+    for (int r = 0; r < (comes ? kWorld : kWorld - 1); ++r) {
+      const FailureRecord record = failure_of(*group.ranks[r]);
+      expect(record.failure == (comes ? Failure::mismatch : Failure::timeout) &&
+                 record.field == field && record.peer == 2 && !(comes && record.written),
+             "a failure of an encoded call is the same on rank " + std::to_string(r));
+      const Values untouched(DType::float32, parameters.elements);
+      expect(ranks[r].gradient.bytes == untouched.bytes && !ranks[r].told->finite(),
+             "an encoded call that fails writes nothing on rank " + std::to_string(r));
+    }
+  }
+}
+
 constexpr struct {
   const char* name;
   void (*run)();
 } kCases[] = {
-    {"all_reduce", all_reduce},         {"others", others},   {"mismatch", mismatch},
-    {"never_launched", never_launched}, {"lost", lost},       {"killed", killed},
-    {"not_missed", not_missed},         {"closing", closing}, {"arguments", arguments},
+    {"all_reduce", all_reduce},
+    {"others", others},
+    {"mismatch", mismatch},
+    {"never_launched", never_launched},
+    {"lost", lost},
+    {"killed", killed},
+    {"not_missed", not_missed},
+    {"closing", closing},
+    {"arguments", arguments},
+    {"encoded", encoded_steps},
+    {"encoded_failures", encoded_failures},
 };
 
 int main(int count, char** arguments) {
   ::alarm(200);  // a run that hangs ends
+  if (count == 3) {
+    sabotage =
+        std::strcmp(arguments[2], "no_wait") == 0 ? Action::skip_wait : Action::no_block_barrier;
+  }
   for (const auto& each : kCases) {
     if (count == 2 && std::strcmp(arguments[1], "list") == 0) std::printf("%s\n", each.name);
-    if (count == 2 && std::strcmp(arguments[1], each.name) == 0) each.run();
+    if (count >= 2 && std::strcmp(arguments[1], each.name) == 0) each.run();
   }
   return failures == 0 ? 0 : 1;
 }

@@ -134,7 +134,7 @@ Shape shape_of(int world, int blocks, int threads, bool sleeps, std::uint32_t fi
   shape.first_epoch = first_epoch;
   shape.slot_bytes = 2048;
   shape.inbox_bytes = 2048;
-  shape.stage_bytes = 4 * 64 * static_cast<std::size_t>(world + 1);
+  shape.stage_bytes = 5 * 64 * static_cast<std::size_t>(world + 1);
   return shape;
 }
 
