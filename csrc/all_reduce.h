@@ -232,7 +232,7 @@ FR_BLOCK bool encoded(Block& block, const View& view, Coder& coder) {
     return slots.at(view, rank, block.index(), chunk, i);
   };
   // Of every rank: where its slot, or the copy of it, is.
-  const auto all = [&](int chunk, std::size_t i) {
+  const auto of_all = [&](int chunk, std::size_t i) {
     if constexpr (Coder::kGathers) {
       block.all(true);
       gather_slots(block.thread(), block.threads(), view, slots, block.index(), chunk, i,
@@ -249,10 +249,10 @@ FR_BLOCK bool encoded(Block& block, const View& view, Coder& coder) {
     for (int c = 0; c < world; ++c) coder.encode(c, piece_of(part(c), i, piece), own(c, i));
   };
   const auto take = [&](std::size_t i) {
-    coder.reduce(piece_of(part(rank), i, piece), all(rank, i), own(world, i));
+    coder.reduce(piece_of(part(rank), i, piece), of_all(rank, i), own(world, i));
   };
   const auto finish = [&](std::size_t i) {
-    const auto from = all(world, i);
+    const auto from = of_all(world, i);
     FR_ROLLED
     for (int c = 0; c < world; ++c) coder.decode(c, piece_of(part(c), i, piece), from(c));
   };

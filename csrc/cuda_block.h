@@ -11,8 +11,8 @@ namespace fastreduce {
 
 using Kernel = void (*)(Launch);
 
-// Of encoded.cu, for so many ranks.
-Kernel encoded_kernel(int world);
+// Of encoded.cu.
+Kernel encoded_kernel();
 
 namespace {
 

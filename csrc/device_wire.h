@@ -49,7 +49,7 @@ class DeviceTeam : public Lanes {
   static constexpr bool kLands = false;
 
   DeviceTeam() = default;
-  explicit DeviceTeam(const Lanes& lanes) : Lanes(lanes) {}
+  FR_FN explicit DeviceTeam(const Lanes& lanes) : Lanes(lanes) {}
 
   static FR_FN Index lanes() { return kLanes; }
 
@@ -266,30 +266,35 @@ FR_BLOCK FR_INLINE void decode_messages(Team& team, const WireLaunch& launch, st
 // A Coding as encoded() uses it: piece by piece. Ranges are runs of a message, of which `to` and
 // `from` hold just these; the warps of a block share them. Their Lanes also have
 //   std::uint32_t warp(), warps()             which warp of the block this is, of how many
-template <class Team>
+template <class Lanes>
 class DeviceCoder {
  public:
   // Of a record, lanes read single bytes, one after the other, and some of them twice.
   static constexpr bool kGathers = true;
 
-  FR_FN DeviceCoder(const Team& team, const Coding& coding) : team_(team), coding_(coding) {}
+  FR_FN DeviceCoder(const Lanes& lanes, const Coding& coding) : lanes_(lanes), coding_(coding) {}
 
   FR_FN const Plan& plan() const { return coding_.plan; }
   static FR_FN constexpr bool lands() { return false; }
 
   FR_BLOCK void encode(int chunk, Range runs, char* to) const {
-    encode(team_, coding_, chunk, runs.begin, runs.end, to);
+    encode(Team(lanes_), coding_, chunk, runs.begin, runs.end, to);
   }
   // from(p): rank p's.
   template <class From>
   FR_BLOCK void reduce(Range runs, const From& from, char* to) const {
-    reduce(team_, coding_, runs.begin, runs.end, from, to);
+    if (plan().world <= kInFlight)
+      reduce(Team(lanes_), coding_, runs.begin, runs.end, from, to);
+    else
+      reduce(DeviceTeam<Lanes, false>(lanes_), coding_, runs.begin, runs.end, from, to);
   }
   FR_BLOCK void decode(int chunk, Range runs, const char* from) const {
-    decode(team_, coding_, chunk, runs.begin, runs.end, from);
+    decode(Team(lanes_), coding_, chunk, runs.begin, runs.end, from);
   }
 
  private:
+  using Team = DeviceTeam<Lanes, true>;
+
   // Functions for themselves: a protocol has registers of its own.
   static FR_OUT_OF_LINE void encode(Team team, const Coding& coding, int chunk, std::size_t begin,
                                     std::size_t end, char* to) {
@@ -299,8 +304,8 @@ class DeviceCoder {
       });
     });
   }
-  template <class From>
-  static FR_OUT_OF_LINE void reduce(Team team, const Coding& coding, std::size_t begin,
+  template <class Of, class From>
+  static FR_OUT_OF_LINE void reduce(Of team, const Coding& coding, std::size_t begin,
                                     std::size_t end, From from, char* to) {
     each(team, coding, coding.rank, begin, end, [&](const Run& run, std::size_t at) {
       visit_span(coding.plan.span[run.span], [&](auto codec, auto rounding) {
@@ -319,11 +324,11 @@ class DeviceCoder {
 
   // This warp's runs. Of every chunk another warp has the first one: there may be fewer than warps.
   template <class Visit>
-  static FR_BLOCK FR_INLINE void each(const Team& team, const Coding& coding, int chunk,
+  static FR_BLOCK FR_INLINE void each(const Lanes& lanes, const Coding& coding, int chunk,
                                       std::size_t begin, std::size_t end, const Visit& visit) {
-    const std::uint32_t warps = team.warps();
+    const std::uint32_t warps = lanes.warps();
     const auto before = static_cast<std::uint32_t>(chunk * (end - begin)) % warps;
-    std::size_t index = begin + (team.warp() + warps - before) % warps;
+    std::size_t index = begin + (lanes.warp() + warps - before) % warps;
     if (index >= end) return;
     const Run first = run_at(coding.plan, chunk, begin, 0);
     std::size_t span = first.span;
@@ -334,7 +339,7 @@ class DeviceCoder {
     }
   }
 
-  Team team_;
+  Lanes lanes_;
   const Coding& coding_;
 };
 

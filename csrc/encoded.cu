@@ -11,18 +11,17 @@ struct BlockLanes : WarpLanes {
   __device__ std::uint32_t warps() const { return blockDim.x / 32; }
 };
 
-template <bool Few>
 FR_WAITING_KERNEL encoded_reduction(const __grid_constant__ Launch launch) {
-  using Coder = DeviceCoder<DeviceTeam<BlockLanes, Few>>;
+  const auto coder_of = [](const Coding& coding) {
+    return DeviceCoder<BlockLanes>(BlockLanes(), coding);
+  };
   run_call(CudaBlock(), launch, [&](CudaBlock& block, std::uint32_t epoch) {
-    encoded_call(block, launch, [](const Coding& coding) { return Coder({}, coding); }, epoch);
+    encoded_call(block, launch, coder_of, epoch);
   });
 }
 
 }  // namespace
 
-Kernel encoded_kernel(int world) {
-  return world <= kInFlight ? encoded_reduction<true> : encoded_reduction<false>;
-}
+Kernel encoded_kernel() { return encoded_reduction; }
 
 }  // namespace fastreduce

@@ -217,9 +217,9 @@ FR_WAITING_KERNEL transfer(const __grid_constant__ Launch launch) {
            [&](CudaBlock& block, std::uint32_t epoch) { transfer_call(block, launch, epoch); });
 }
 
-Kernel kernel_of(const Call& call, int world) {
+Kernel kernel_of(const Call& call) {
   if (call.kind != Kind::all_reduce && call.kind != Kind::reduce_scatter) return transfer;
-  if (call.algorithm == Algorithm::encoded) return encoded_kernel(world);
+  if (call.algorithm == Algorithm::encoded) return encoded_kernel();
   if (call.algorithm == Algorithm::low_latency) return small_reduction;
   if (call.algorithm == Algorithm::ring) return ring_reduction;
   return reduction;
@@ -233,8 +233,8 @@ int resident_blocks_of_kernels() {
   check(cudaGetDevice(&device));
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   int least = kGridLimit;
-  for (const Kernel kernel : {reduction, ring_reduction, small_reduction, transfer,
-                              encoded_kernel(kInFlight), encoded_kernel(kMaxRanks)}) {
+  for (const Kernel kernel :
+       {reduction, ring_reduction, small_reduction, transfer, encoded_kernel()}) {
     int each = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kBlockThreads, 0));
     least = each * processors < least ? each * processors : least;
@@ -254,7 +254,7 @@ void launch_kernel(const Launch& launch, int blocks, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &together;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel_of(launch.job.call, launch.view.world()), launch));
+  check(cudaLaunchKernelEx(&config, kernel_of(launch.job.call), launch));
 }
 
 }  // namespace fastreduce

@@ -94,6 +94,10 @@ class WireCoding:
         step: int,
         finite: int,
     ) -> None: ...
+    @property
+    def address(self) -> int:
+        """In place of the input of an encoded all-reduce; for as long as this lives."""
+
     def encode(self, to: int, stream: int, /) -> None:
         """All messages, one after the other."""
 

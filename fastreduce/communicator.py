@@ -41,6 +41,7 @@ Algorithm = Literal["auto", "one_shot", "two_shot", "ring", "low_latency", "mult
 # Those of the host's ranks; the others need a GPU's way to store.
 _HOST_ALGORITHMS = {name: enums.ALGORITHM[name] for name in ("one_shot", "two_shot", "ring")}
 _ONE_SHOT, _TWO_SHOT, _RING = _HOST_ALGORITHMS.values()
+_ALGORITHMS = {name: number for name, number in enums.ALGORITHM.items() if name != "encoded"}
 _BARRIER = (
     enums.plan("barrier", torch.uint8, "sum", "one_shot", 0),
     0,
@@ -425,7 +426,7 @@ class Communicator:
             layout: how it is encoded; the same on all ranks.
             coding: makes what the kernels are given, for a rank's factor (which kernels that share
                 memory find by themselves).
-            settle: called with that, once the call has succeeded.
+            settle: called with that, once the call has succeeded; on a GPU, been launched.
             scale, weight, done: as for :meth:`all_reduce`.
             totals: one list for all calls with these ranks' weights, empty at first.
             here: run in this thread, if ranks share memory.
@@ -433,6 +434,17 @@ class Communicator:
         """
         part = _check_factors(scale, weight, "mean", tensor)
         future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
+        gpu = self._encoding_gpu(tensor.device) if tensor.is_cuda else None
+        if gpu is not None:
+            try:
+                with gpu.aside(tensor):
+                    used = coding(1.0)
+                    gpu.all_reduce_encoded(tensor, used, scale, layout.checksum, part)
+                    settle(used)
+                    future.set_result(tensor)  # whose readers' streams wait for this one
+            except Exception as error:
+                fail(future, error, self._errors)
+            return future
         if self._core is None or tensor.is_cuda:
             self.exchange(tensor.device).all_reduce(
                 future,
@@ -610,6 +622,23 @@ class Communicator:
         parts = torch.tensor(weights.announcement(weight), dtype=torch.float64, device=device)
         self.all_reduce(parts, "sum")
         return weights.agreed(parts)
+
+    def shares_memory(self, device: torch.device) -> bool:
+        """Whether all ranks encode and decode in memory that they share, without the messages of
+        :meth:`exchange`. Collective the first time for a GPU."""
+        if device.type == "cpu":
+            return self.shared_memory
+        return self._encoding_gpu(device) is not None
+
+    def _encoding_gpu(self, device: torch.device) -> cuda.CudaTransport | None:
+        gpu = self._gpu_on(device)
+        if gpu is None or policy.reaches_all(gpu.topology):
+            return gpu
+        self._say(
+            "wire formats between GPUs go through NCCL, because the ranks run on "
+            f"{gpu.topology.hosts} hosts without a switch between their GPUs"
+        )
+        return None
 
     def exchange(self, device: torch.device = CPU) -> Exchange | CudaExchange:
         """The way of encoded messages through a backend. Collective the first time for a device."""
@@ -995,7 +1024,7 @@ class Communicator:
         _number("dtype", enums.DTYPE, tensor.dtype)
         _number("op", enums.OP, op)
         if algorithm != "auto":
-            _number("algorithm", enums.ALGORITHM, algorithm)
+            _number("algorithm", _ALGORITHMS, algorithm)
         gpu = self._gpu(tensor)
         if gpu is not None:
             part = _check_factors(scale, weight, op, tensor)

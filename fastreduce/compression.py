@@ -112,11 +112,11 @@ class Compression:
             raise ValueError("residual_dtype: topk, randomk and threshold need float32")
         self._communicator = communicator
         self._shapes = shapes
+        shared = communicator.world_size == 1 or communicator.shares_memory(device)
         # GPUs compare layouts as they meet them: here they would be waited for in every pass.
-        between_hosts = not communicator.shared_memory and communicator.world_size > 1
-        self._compares = between_hosts and device.type == "cpu"
-        elsewhere = device.type == "cuda" or not communicator.shared_memory
-        if elsewhere and communicator.world_size > 1:
+        self._compares = not shared and device.type == "cpu"
+        chosen_on_gpus = selects and device.type == "cuda" and communicator.world_size > 1
+        if not shared or chosen_on_gpus:
             communicator.exchange(device)
 
     # -- a pass -------------------------------------------------------------------------------

@@ -259,6 +259,27 @@ class CudaTransport:
                 self._launch(plan, at, at, at.numel(), algorithm, scale=scale, weight=weight)
 
     @_on_device
+    def all_reduce_encoded(
+        self,
+        tensor: Tensor,
+        coding: WireCoding,
+        scale: float,
+        shape: int,
+        weight: float = weights.ORDINARY,
+    ) -> None:
+        """The mean, in wire formats. ``coding`` is of the tensor, with any factor; ``shape`` tells
+        its layout from others."""
+        flat = tensor.detach().view(-1)
+        plan = enums.plan("all_reduce", tensor.dtype, "mean", "encoded", shape)
+
+        def launch(address: int) -> None:
+            self._launch(
+                plan, flat, flat, flat.numel(), "encoded", address, scale=scale, weight=weight
+            )
+
+        coding.all_reduce(launch)
+
+    @_on_device
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: str, scale: float, shape: int
     ) -> None:
@@ -344,17 +365,19 @@ class CudaTransport:
         target: Tensor,
         count: int,
         algorithm: str,
+        address: int = 0,
         *,
         root: int = 0,
         scale: float = 1.0,
         weight: float = weights.ORDINARY,
     ) -> None:
+        """``address``: what the core is given in place of the source's."""
         blocks = policy.blocks(algorithm, source.nbytes, self.world_size, self._most_blocks)
         stream = torch.cuda.current_stream(self.device)
         self._order.enter(stream)
         self._core.run(
             plan,
-            source.data_ptr(),
+            address or source.data_ptr(),
             target.data_ptr(),
             count,
             root,
@@ -536,7 +559,7 @@ class WireCoding:
         absent: a byte for every span, on the device.
 
     Attributes:
-        finite: whether all of the result is; from the decoding on.
+        finite: whether all of the result is; from the last launch on.
     """
 
     def __init__(
@@ -588,6 +611,11 @@ class WireCoding:
     def decode(self, results: Tensor, stride: int) -> None:
         """All ranks' parts, each so many bytes after the one before."""
         self._core.decode(results.data_ptr(), stride, self._stream())
+        self._end()
+
+    def all_reduce(self, launch: Callable[[int], None]) -> None:
+        """All of it at once: ``launch`` is given the core's address."""
+        launch(self._core.address)
         self._end()
 
     def select(self, random: bool, k: int, threshold: float, message: Tensor) -> None:

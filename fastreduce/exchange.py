@@ -1,4 +1,4 @@
-"""Encoded messages between hosts over gloo, and between GPUs over NCCL: all-to-all of what every
+"""Encoded messages where no memory is shared, over gloo or NCCL: all-to-all of what every
 rank sends to those that reduce, all-gather of what they send back. The link carries the encoded
 bytes."""
 

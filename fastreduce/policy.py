@@ -46,7 +46,7 @@ class Patience:
 # What a GPU's memory between the ranks holds, of each kind. See csrc/signal.h: Layout.
 GPU_SLOT_BYTES = 512 * KIB
 GPU_INBOX_BYTES = 256 * KIB
-GPU_STAGE_BYTES = 256 * KIB  # of one block, for ring
+GPU_STAGE_BYTES = 256 * KIB  # of one block, for ring and wire formats; see gpu_stage_bytes()
 # Tensors that peers cannot reach go through memory that they can, in pieces of this size.
 GPU_PIECE_BYTES = 32 * MIB
 
@@ -134,11 +134,22 @@ def expected_seconds(algorithm: str, nbytes: int, world_size: int, topology: Gpu
     return _KERNEL_SECONDS + flags(algorithm, world_size) * topology.signal + local + wire
 
 
+def gpu_stage_bytes(world_size: int) -> int:
+    """Staging of one block that has room for a piece of wire formats, one run of every rank at
+    least: 1,024 elements of float32. See csrc/all_reduce.h: EncodedSlots."""
+    return max(GPU_STAGE_BYTES, 5 * (world_size + 1) * 4096)
+
+
+def reaches_all(topology: GpuTopology) -> bool:
+    """Whether our kernels are for these GPUs."""
+    return topology.link != "none" and (topology.hosts == 1 or topology.link == "switch")
+
+
 def candidates(
     nbytes: int, world_size: int, topology: GpuTopology, *, deterministic: bool = False
 ) -> list[str]:
     """The algorithms that can do an all-reduce, in ascending order of the messages they are for."""
-    if topology.link == "none" or (topology.hosts > 1 and topology.link != "switch"):
+    if not reaches_all(topology):
         return ["process_group"]
     able = []
     if nbytes <= GPU_INBOX_BYTES and world_size <= 8:

@@ -228,7 +228,8 @@ def _connect(
 
     exchange = group.all_gather_object
     blocks = min(each.blocks for each in ranks)
-    layout = (blocks, policy.GPU_SLOT_BYTES, policy.GPU_STAGE_BYTES, policy.GPU_INBOX_BYTES)
+    stage = policy.gpu_stage_bytes(len(ranks))
+    layout = (blocks, policy.GPU_SLOT_BYTES, stage, policy.GPU_INBOX_BYTES)
     staging = -(-_cuda.area_bytes(len(ranks), *layout) // 4096) * 4096
     made: list[Any] = []
 
@@ -245,7 +246,7 @@ def _connect(
             memory.pointers,
             blocks=blocks,
             slot_bytes=policy.GPU_SLOT_BYTES,
-            stage_bytes=policy.GPU_STAGE_BYTES,
+            stage_bytes=stage,
             inbox_bytes=policy.GPU_INBOX_BYTES,
             timeout=timeout,
             first_epoch=first_epoch,

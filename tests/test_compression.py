@@ -41,10 +41,11 @@ class Rank:
     """A rank's communicator, as far as Compression needs one: calls wait until all ranks have made
     theirs, and then run in the kernels, one rank after the other."""
 
-    shared_memory = True
-
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self.rank, self.world_size = group, rank, group.world_size
+
+    def shares_memory(self, device: torch.device) -> bool:
+        return True
 
     def all_reduce_encoded(
         self,

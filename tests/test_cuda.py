@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from conftest import Lines, make_inputs, same_bits
 
 import fastreduce
-from fastreduce import cuda, policy, reference, rendezvous
+from fastreduce import cuda, enums, policy, reference, rendezvous
 from fastreduce.policy import MIB, GpuTopology
 
 # -- without a device -----------------------------------------------------------------------------
@@ -43,6 +44,8 @@ def pass_a_cuda_tensor(state: dict) -> tuple[torch.Tensor, list[str], bool]:
                 communicator.tune(0)
         with pytest.raises(ValueError, match="on GPUs"):
             communicator.all_reduce(torch.ones(3), algorithm="multimem")
+        with pytest.raises(ValueError, match="algorithm: expected one of"):
+            communicator.all_reduce(tensor, algorithm="encoded")  # whose input is no tensor
         for _ in range(2):
             communicator.all_reduce(tensor, "sum")
         return tensor.as_subclass(torch.Tensor), lines.lines, torch.cuda.is_available()
@@ -191,6 +194,9 @@ class Core:
             raise self.error
         kind, algorithm = plan & 0xFF, plan >> 24 & 0xFF
         self.runs.append((kind, algorithm, source, target, count, blocks, stream))
+        self.said = plan >> 32, scale, weight
+        if algorithm == enums.ALGORITHM["encoded"]:
+            return
         if kind == 0:
             out = self._floats(target, count)
             out.copy_(self._floats(source, count) * self.world_size * scale / abs(weight))
@@ -334,6 +340,36 @@ def test_blocks_of_a_launch(monkeypatch):
     tensor = rank.own(torch.ones(64))
     rank.transport.all_reduce(tensor, "sum", "low_latency", 1.0, 0)
     assert rank.core.runs[-1][5] == policy.blocks("low_latency", 256, 2, 32) == 1
+
+
+class Coding:
+    """A cuda.WireCoding of somebody's tensor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda, "Flag", lambda found: found)
+        self.made = cuda.WireCoding.__new__(cuda.WireCoding)
+        self.made.finite = None
+        self.made._core = SimpleNamespace(address=4096)  # type: ignore[assignment]
+        self.made._found = torch.ones(1)
+
+
+def test_wire_formats_are_one_launch_on_the_tensor_itself(monkeypatch):
+    rank, coding = Rank(monkeypatch), Coding(monkeypatch).made
+    tensor = torch.ones(PIECE)  # larger than the staging
+    rank.transport.all_reduce_encoded(tensor, coding, 0.5, 77, 2.0)
+    blocks = policy.blocks("encoded", tensor.nbytes, 2, 32)
+    at = tensor.data_ptr()
+    assert rank.core.runs == [(0, enums.ALGORITHM["encoded"], 4096, at, PIECE, blocks, 10)]
+    assert rank.core.said == (77, 0.5, 2.0)
+    assert coding.finite is not None
+
+
+def test_wire_formats_that_are_not_launched_are_not_told_of(monkeypatch):
+    rank, coding = Rank(monkeypatch), Coding(monkeypatch).made
+    rank.core.error = fastreduce.PeerLostError("rank 0: gone")
+    with pytest.raises(fastreduce.PeerLostError):
+        rank.transport.all_reduce_encoded(torch.ones(8), coding, 1.0, 0)
+    assert coding.finite is None
 
 
 # -- streams and graphs ---------------------------------------------------------------------------
@@ -501,3 +537,10 @@ def test_a_store_that_is_gone_ends_the_watch():
 def test_the_pieces_of_the_staging_fit_what_is_allocated():
     assert policy.GPU_PIECE_BYTES % (16 * MIB) == 0
     assert rendezvous._PROBE_BYTES <= policy.GPU_PIECE_BYTES
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 12, 13, 64])
+def test_the_staging_has_room_for_the_longest_run_of_every_rank(world_size):
+    """See csrc/all_reduce.h: EncodedSlots."""
+    room = policy.gpu_stage_bytes(world_size) // (5 * (world_size + 1)) // 64 * 64
+    assert room >= 1024 * 4

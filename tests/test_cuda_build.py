@@ -30,6 +30,7 @@ REGISTERS = {
     "ring_reduction": 128,
     "small_reduction": 128,
     "transfer": 128,
+    "encoded_reduction": 128,
     "copy_tiles": 64,
     "convert_tiles<float>": 80,
     "convert_tiles<double>": 80,
@@ -46,7 +47,7 @@ REGISTERS = {
     "norm_measure": 64,
 }
 # Functions that loop over packs.
-HOT = ["reduce_tables", "copy_dealt", "convert_tiles"]
+HOT = ["reduce_tables", "copy_dealt", "convert_tiles", "gather_slots"]
 WHEEL_BYTES = 20 << 20
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Lines
 from torch.futures import Future
 from wires import HostCoding, same_bits
 
@@ -20,6 +21,7 @@ import fastreduce
 from fastreduce import _C, cuda, enums, reference
 from fastreduce.compression import Compression
 from fastreduce.exchange import CPU, CudaExchange, Layout
+from fastreduce.policy import GpuTopology
 from fastreduce.process_group import ProcessGroupTransport
 from fastreduce.residual import Residual
 from fastreduce.wire import Policy
@@ -305,6 +307,92 @@ def test_what_is_missing_is_said_on_all_ranks(pool):
         assert "gradients on GPUs cannot be encoded" in text
 
 
+# -- over peers' memory --------------------------------------------------------------------------
+
+
+class Transport:
+    """As cuda.CudaTransport."""
+
+    def __init__(self, topology: GpuTopology) -> None:
+        self.topology = topology
+        self.error: Exception | None = None
+        self.calls: list[Any] = []
+
+    @contextlib.contextmanager
+    def aside(self, tensor: torch.Tensor):
+        self.calls.append("aside")
+        yield
+        self.calls.append("back")
+
+    def all_reduce_encoded(self, tensor: torch.Tensor, *arguments: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.calls.append(arguments)
+
+
+GPU = torch.device("cuda", 0)
+
+
+def communicator_of(monkeypatch: pytest.MonkeyPatch, topology: GpuTopology | None) -> Any:
+    """One of two ranks whose GPUs are connected so, or not."""
+    monkeypatch.setattr(fastreduce.Communicator, "__init__", lambda self: None)
+    monkeypatch.setattr(fastreduce.communicator, "Future", lambda devices: Future())
+    made: Any = fastreduce.Communicator()
+    made.rank, made.world_size, made._core = 0, 2, None
+    made._errors, made._said = [], set()
+    made._gpus = {GPU: None if topology is None else Transport(topology)}
+    made.exchanges = []
+    made.exchange = lambda device: made.exchanges.append(device) or mock.Mock()
+    return made
+
+
+def reduce_through(communicator: Any, weight: Any = 3.0) -> tuple[Future[torch.Tensor], list[Any]]:
+    tensor: Any = SimpleNamespace(is_cuda=True, device=GPU, is_floating_point=lambda: True)
+    settled: list[Any] = []
+    future = communicator.all_reduce_encoded(
+        tensor,
+        SimpleNamespace(checksum=77),
+        lambda factor: f"coding for {factor}",
+        settled.append,
+        scale=0.5,
+        weight=weight,
+        totals=[],
+        here=False,
+        lands=False,
+        done=None,
+    )
+    return future, settled
+
+
+def test_gpus_that_reach_each_other_need_no_messages(monkeypatch):
+    communicator = communicator_of(monkeypatch, GpuTopology("mesh"))
+    Compression(Policy("int8", 0, 0), 0, torch.float32).connect(communicator, {}, GPU)
+    future, settled = reduce_through(communicator)
+    gpu = communicator._gpus[GPU]
+    assert gpu.calls == ["aside", ("coding for 1.0", 0.5, 77, 3.0), "back"]
+    assert future.done() and settled == ["coding for 1.0"] and communicator.exchanges == []
+    # A call before has failed.
+    gpu.error = fastreduce.PeerLostError("rank 1: gone")
+    future, settled = reduce_through(communicator)
+    with pytest.raises(fastreduce.PeerLostError):
+        future.wait()
+    assert settled == [] and communicator.error is gpu.error
+
+
+@pytest.mark.parametrize("topology", [None, GpuTopology("mesh", hosts=2), GpuTopology("none")])
+def test_other_gpus_send_messages(monkeypatch, topology):
+    communicator = communicator_of(monkeypatch, topology)
+    lines = Lines()
+    Compression(Policy("int8", 0, 0), 0, torch.float32).connect(communicator, {}, GPU)
+    for _ in range(2):
+        _, settled = reduce_through(communicator)
+        assert settled == []
+    assert communicator.exchanges == [GPU] * 3
+    # Who is not connected has been told why, as the GPUs were to be.
+    assert len(lines.lines) == (topology is not None)
+    assert all("go through NCCL, because" in line for line in lines.lines)
+
+
 # -- residuals ------------------------------------------------------------------------------------
 
 
@@ -323,7 +411,7 @@ class Told:
 def ended(flags: list[bool], *, discard: bool = False) -> tuple[Compression, Residual, list[Told]]:
     """After a pass in which one parameter kept something back."""
     compression = Compression(Policy("int8", 0, 0), 0, torch.float32)
-    communicator: Any = SimpleNamespace(shared_memory=True, world_size=2, rank=0)
+    communicator: Any = SimpleNamespace(shares_memory=lambda _: True, world_size=2, rank=0)
     compression.connect(communicator, {})
     residual = Residual(4, torch.float32, CPU)
     told = [Told(each) for each in flags]

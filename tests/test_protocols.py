@@ -196,7 +196,7 @@ LAUNCHES = [
 ]
 # What a communicator of GPUs launches, with kernels that run on threads.
 LAUNCH_CASES = ["all_reduce", "others", "mismatch", "never_launched", "lost", "killed"]
-LAUNCH_CASES += ["not_missed", "closing", "arguments"]
+LAUNCH_CASES += ["not_missed", "closing", "arguments", "encoded", "encoded_failures"]
 WIRES = [
     TESTS / "wires.cpp",
     ROOT / "csrc" / "host.cpp",
@@ -359,6 +359,13 @@ def test_fault_is_noticed(address_program: Program, case: str, sabotage: str) ->
 def test_launches(launch_program: Program, case: str) -> None:
     assert case in launch_program.run("list").stdout.split()
     expect_healthy(launch_program.run(case))
+
+
+@pytest.mark.parametrize("sabotage", ["no_wait", "no_block_barrier"])
+def test_race_of_encoded_launches_is_noticed(launch_program: Program, sabotage: str) -> None:
+    done = launch_program.run("encoded", sabotage)
+    assert done.returncode == REPORTED, done.stderr
+    assert "data race" in done.stderr
 
 
 @pytest.mark.parametrize("build", UNIT_FLAGS)

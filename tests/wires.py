@@ -377,12 +377,13 @@ def compare(
     stochastic: bool,
     target: Target,
     cases: Sequence[tuple[int, int, list[int]]] = CASES,
+    make: type[Group] = Group,
 ) -> None:
     """With the reference, several steps with residuals, bit for bit: factors, absent ranks,
     misaligned buffers, special values."""
     generator = torch.Generator().manual_seed(FORMATS.index(format) + 10 * stochastic)
     for ranks, run, counts in cases:
-        group = Group(
+        group = make(
             format,
             counts,
             ranks,

@@ -143,8 +143,7 @@ class PlayedCoder {
     std::uint32_t warp() const { return warp_; }
     std::uint32_t warps() const { return warps_; }
   };
-  using Team = DeviceTeam<PlayedLanes, true>;
-  using Coder = DeviceCoder<Team>;
+  using Coder = DeviceCoder<PlayedLanes>;
 
  public:
   static constexpr bool kGathers = Coder::kGathers;
@@ -172,8 +171,7 @@ class PlayedCoder {
     warp_.run([&](int lane) {
       const auto number = static_cast<std::uint32_t>(block_.thread());
       const auto count = static_cast<std::uint32_t>(block_.threads());
-      const Team team(PlayedLanes{{&warp_, lane, Fault::none}, number, count});
-      body(Coder(team, coding_));
+      body(Coder({{&warp_, lane, Fault::none}, number, count}, coding_));
     });
   }
 
@@ -549,6 +547,7 @@ void encoded_steps() {
   check_encoded(3, 2, 4, DType::bfloat16, DType::float32);
   check_encoded(4, 1, 7, DType::float16, DType::bfloat16);
   check_encoded(5, 3, 2, DType::float32, DType::bfloat16);
+  check_encoded(9, 1, 3, DType::float32, DType::float32);
 }
 
 void others() {

@@ -22,7 +22,7 @@ if command -v compute-sanitizer >/dev/null; then
         timeout 150 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
             "$python" -m pytest -q -x tests/gpu/test_in_process.py tests/gpu/test_wire_on_gpus.py tests/gpu/test_norms_on_gpus.py \
             -o addopts= -p no:cacheprovider \
-            -k 'test_unaligned and 2 or test_reduce_scatter and 2 or test_factors_in_memory or test_streams' 2>&1 |
+            -k 'test_unaligned and 2 or test_reduce_scatter and 2 or test_factors_in_memory or test_streams or ranks_in_one_kernel and 4' 2>&1 |
             tail -15 | tee "$out/$tool.txt" || status=$?
     done
 else

@@ -1,9 +1,11 @@
-"""Wire formats on GPUs: the kernels' bits with any number of ranks on one GPU, and the way between
-GPUs over NCCL: with one rank on one GPU, and, where there are several, in training."""
+"""Wire formats on GPUs: the kernels' bits with any number of ranks on one GPU, in three steps and
+all in one; and the way between GPUs over NCCL with one rank on one GPU, and, where there are
+several, training."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,15 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 from wires import CASES, SEED, Group, compare, same_bits
 
 import fastreduce
-from fastreduce import cuda, enums, reference
+from fastreduce import cuda, enums, policy, reference
 from fastreduce.errors import FORMATS
 from fastreduce.exchange import CudaExchange, Layout
 from fastreduce.process_group import ProcessGroupTransport
+from fastreduce.weights import ORDINARY
 from fastreduce.wire import Wire, key_of
 
 pytestmark = needs_gpu()
 
 pytest.importorskip("fastreduce._cuda", reason="built without nvcc")
+from benchmarks import in_process  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -46,20 +50,55 @@ class OnGpu:
         if self._factor_at:
             factor = torch.tensor(factor, dtype=torch.float32, device=self.device)
         arguments = (plan, gradient, rank, factor, residuals, residual_dtype, absent, SEED, step)
-        return _Coding(cuda.WireCoding(*arguments), self._ranks)
+        return _Coding(cuda.WireCoding(*arguments), self._ranks, gradient, factor)
 
 
 class _Coding:
-    def __init__(self, core: cuda.WireCoding, ranks: int) -> None:
+    def __init__(
+        self, core: cuda.WireCoding, ranks: int, gradient: torch.Tensor, factor: Any
+    ) -> None:
         self.encode, self.reduce = core.encode, core.reduce
-        self._core, self._ranks = core, ranks
+        self.core, self.gradient, self.factor = core, gradient, factor
+        self._ranks = ranks
 
     @property
     def finite(self) -> bool:
-        return bool(self._core.finite)
+        return bool(self.core.finite)
 
     def decode(self, results: torch.Tensor) -> None:
-        self._core.decode(results, results.numel() // self._ranks)
+        self.core.decode(results, results.numel() // self._ranks)
+
+
+class Fused(Group):
+    """All of a reduction in one kernel of every rank, which has a stream of its own."""
+
+    def _exchange(self, codings: Sequence[Any]) -> None:
+        launch_fused(codings, [0] * self.ranks).close()
+
+
+def launch_fused(codings: Sequence[_Coding], shapes: list[int]) -> in_process.Group:
+    """The ranks, once their calls have ended."""
+    made = in_process.Group(len(codings))
+    for rank, coding in enumerate(codings):
+        gradient = coding.gradient
+        made.cores[rank].run(
+            enums.plan("all_reduce", gradient.dtype, "mean", "encoded", shapes[rank]),
+            coding.core._core.address,
+            gradient.data_ptr(),
+            gradient.numel(),
+            0,
+            coding.factor,
+            ORDINARY,
+            policy.blocks("encoded", gradient.nbytes, len(codings), made.blocks),
+            made.streams[rank].cuda_stream,
+        )
+    torch.cuda.synchronize()
+    for coding in codings:
+        coding.core.all_reduce(lambda address: None)  # to allocate a flag can wait for the device
+    if len(set(shapes)) == 1:
+        for core in made.cores:
+            core.check()
+    return made
 
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
@@ -67,6 +106,36 @@ class _Coding:
 @pytest.mark.parametrize("format", FORMATS)
 def test_bits_of_the_reference(format, dtype, stochastic):
     compare(format, dtype, stochastic, OnGpu())
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_of_the_reference_in_one_kernel(format, dtype, stochastic):
+    compare(format, dtype, stochastic, OnGpu(), CASES[1:], Fused)
+
+
+@pytest.mark.parametrize("ranks", [4, 6, 7, 9])
+def test_any_number_of_ranks_in_one_kernel(ranks):
+    compare("int4", torch.float32, False, OnGpu(), [(ranks, 32, [33, 64, 5])], Fused)
+
+
+def test_other_layouts_are_a_mismatch_on_all():
+    target = OnGpu()
+    plan = target.plan(3, [(0, 1000, 7, enums.FORMAT["int8"], False, 128)])
+    gradients = [torch.full((1000,), 1.0 + rank, device="cuda") for rank in range(3)]
+    none = torch.zeros(1, 4, dtype=torch.int64, device="cuda")
+    codings = [
+        target.coding(plan, each, rank, 1.0, none, torch.float32, None, 0)
+        for rank, each in enumerate(gradients)
+    ]
+    group = launch_fused(codings, [5, 5, 6])
+    for rank, core in enumerate(group.cores):
+        with pytest.raises(fastreduce.MismatchError, match="shape") as caught:
+            core.check()
+        assert caught.value.intact and caught.value.peer == 2
+        assert gradients[rank].eq(1.0 + rank).all() and not codings[rank].finite
+    group.close()
 
 
 @pytest.mark.parametrize("ranks", [4, 6, 7, 9, 16, 21])
@@ -81,18 +150,21 @@ def test_factors_in_memory():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_large_buffer(format):
-    """Every warp has several runs. Beside the host's kernels: the reference would take long."""
+    """Every warp has several runs, every block several pieces. Beside the host's kernels: the
+    reference would take long."""
     counts = [3_000_000, 17, 0, 1_000_001]
     gradients = [[torch.randn(n) for n in counts] for _ in range(2)]
 
-    def reduced(target: Any) -> list[torch.Tensor]:
+    def reduced(target: Any, make: type[Group] = Group) -> list[torch.Tensor]:
         kept = [[[torch.zeros(n) for n in counts] for _ in range(2)] for _ in range(2)]
-        outputs, finite = Group(format, counts, 2, target=target).reduce(gradients, *kept)
+        outputs, finite = make(format, counts, 2, target=target).reduce(gradients, *kept)
         assert finite
         return [*outputs[0], *kept[0][0]]
 
-    for got, want in zip(reduced(OnGpu()), reduced(None), strict=True):
-        assert same_bits(got, want)
+    wanted = reduced(None)
+    for found in (reduced(OnGpu()), reduced(OnGpu(), Fused)):
+        for got, want in zip(found, wanted, strict=True):
+            assert same_bits(got, want)
 
 
 @pytest.mark.parametrize("format", FORMATS)
