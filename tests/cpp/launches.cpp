@@ -464,8 +464,8 @@ struct Parameters {
 };
 
 // Steps in wire formats, one launched behind the other, with residuals from step to step: weights,
-// and none; parameters that some or all have not used; one that is not finite. A piece has `runs`
-// of each chunk, at least.
+// none, and such of no samples; parameters that some or all have not used; one that is not finite.
+// A piece has `runs` of each chunk, at least.
 void check_encoded(int world, int blocks, int runs, DType dtype, DType residual_dtype) {
   Group group(world, 0u - 3, std::chrono::seconds(30), 5 * runs * kRecord * (world + 1));
   Random random(world * 31u + static_cast<unsigned>(dtype));
@@ -487,8 +487,9 @@ void check_encoded(int world, int blocks, int runs, DType dtype, DType residual_
     double total = 0;
     for (int r = 0; r < world; ++r) {
       const bool absent = r == world - 1 && turn == 1;  // counts for nothing beside weights
-      weights.push_back(absent ? kAbsent : weighted ? 0.7 * r : kOrdinary);
-      scales.push_back(weighted ? 0.7 * r : 1.25);
+      const double samples = turn == 3 ? 0 : 0.7 * r;
+      weights.push_back(absent ? kAbsent : weighted ? samples : kOrdinary);
+      scales.push_back(weighted ? samples : 1.25);
       total += absent ? 0 : weighted ? weights[r] : 1;
     }
     step.factors.clear();
