@@ -27,8 +27,8 @@ FR_FN Range part_of(std::size_t count, int parts, int index, std::size_t grain) 
   return {begin < count ? begin : count, end < count ? end : count};
 }
 
-// A chunk is one rank's share of a buffer, cut on cache lines. (Where what is stored is measured, on
-// units of norm.h: see part_of().)
+// A chunk is one rank's share of a buffer, cut on cache lines. (Where what is stored is measured,
+// on units of norm.h: see part_of().)
 FR_FN Range chunk_of(std::size_t count, int world, int rank, std::size_t item_bytes) {
   return part_of(count, world, rank, 64 / item_bytes);
 }
