@@ -1,6 +1,7 @@
 """The models that ddp_step.py trains: what their gradients weigh matters, not what they learn.
 
-All take a batch of inputs to the scores of ten classes.
+All take a batch of inputs to the scores of ten classes, but for resnet18, which is there for
+``fastreduce plan``.
 """
 
 from __future__ import annotations
@@ -75,19 +76,31 @@ class Residual(nn.Module):
         return functional.relu(self.body(x) + self.short_cut(x))
 
 
-def resnet() -> nn.Module:
-    """ResNet-18 as it is used for images of 32 x 32: 11.2 million parameters in 62 tensors."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 3, padding=1, bias=False),
-        norm(64),
-        nn.ReLU(inplace=True),
-    ]
+def _stages() -> list[nn.Module]:
+    """What follows the first layers of ResNet-18, up to the average of 512 channels."""
+    layers: list[nn.Module] = []
     channels_in = 64
     for channels, stride in [(64, 1), (128, 2), (256, 2), (512, 2)]:
         layers += [Residual(channels_in, channels, stride), Residual(channels, channels, 1)]
         channels_in = channels
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, CLASSES)]
-    return nn.Sequential(*layers)
+    return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+
+
+def resnet() -> nn.Module:
+    """ResNet-18 as it is used for images of 32 x 32: 11.2 million parameters in 62 tensors."""
+    first = [nn.Conv2d(3, 64, 3, padding=1, bias=False), norm(64), nn.ReLU(inplace=True)]
+    return nn.Sequential(*first, *_stages(), nn.Linear(512, CLASSES))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 (He et al. 2015) for images of 224 x 224: 11,689,512 parameters, 1,000 classes."""
+    first = [
+        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+        norm(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    ]
+    return nn.Sequential(*first, *_stages(), nn.Linear(512, 1000))
 
 
 class Tiny(nn.Module):

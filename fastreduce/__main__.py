@@ -42,6 +42,8 @@ def _check_seed(value: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from fastreduce import plan_command
+
     parser = argparse.ArgumentParser(prog="fastreduce", description=fastreduce.__doc__)
     parser.add_argument(
         "--version",
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=_integer(_check_seed), default=0, help="of weights and order")
     demo.set_defaults(run=_demo)
     _add_doctor(commands)
+    plan_command.add_parser(commands)
     return parser
 
 
