@@ -7,7 +7,7 @@
 namespace fastreduce {
 inline namespace FR_ISA {
 
-// Vectors of doubles, and of floats that become such.
+// Vectors of floats; of their halves as doubles.
 #if defined(__AVX512F__)
 constexpr std::size_t kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -15,40 +15,65 @@ constexpr std::size_t kVectorBytes = 32;
 #else
 constexpr std::size_t kVectorBytes = 16;
 #endif
+constexpr std::size_t kFloats = kVectorBytes / sizeof(float);
 constexpr std::size_t kDoubles = kVectorBytes / sizeof(double);
-constexpr std::size_t kVectors = kLanes / kDoubles;
+constexpr std::size_t kVectors = kLanes / kFloats;
 using Doubles = double __attribute__((vector_size(kVectorBytes)));
-using Floats = float __attribute__((vector_size(kVectorBytes / 2)));
-using FloatBits = std::uint32_t __attribute__((vector_size(kVectorBytes / 2)));
-using Shorts = std::uint16_t __attribute__((vector_size(kVectorBytes / 4)));
+using Floats = float __attribute__((vector_size(kVectorBytes)));
+using FloatBits = std::uint32_t __attribute__((vector_size(kVectorBytes)));
+using Shorts = std::uint16_t __attribute__((vector_size(kVectorBytes / 2)));
 
-// The three conversions, which gcc 12 takes apart where it is asked for __builtin_convertvector().
-inline Doubles to_doubles(const Floats& values) {
+// Where gcc 12 takes apart what it is asked for, the instruction is named. A double holds the square
+// of a float: to add it in one rounding gives the bits of two operations.
+inline void add_squares(Doubles (&sums)[2], const Floats& values) {
 #if defined(__AVX512F__)
-  return (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)values);
+  const auto low = __builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7);
+  const auto high = __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512d a = _mm512_maskz_cvtps_pd(0xff, (__m256)low);
+  const __m512d b = _mm512_maskz_cvtps_pd(0xff, (__m256)high);
+  sums[0] = (Doubles)_mm512_fmadd_pd(a, a, (__m512d)sums[0]);
+  sums[1] = (Doubles)_mm512_fmadd_pd(b, b, (__m512d)sums[1]);
 #elif defined(__AVX2__)
-  return (Doubles)_mm256_cvtps_pd((__m128)values);
+  const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128((__m256)values));
+  const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps((__m256)values, 1));
+  sums[0] = (Doubles)_mm256_fmadd_pd(a, a, (__m256d)sums[0]);
+  sums[1] = (Doubles)_mm256_fmadd_pd(b, b, (__m256d)sums[1]);
 #else
-  return __builtin_convertvector(values, Doubles);
+  using Half = float __attribute__((vector_size(kVectorBytes / 2)));
+  Half half[2];
+  std::memcpy(half, &values, sizeof half);
+  for (int k = 0; k < 2; ++k) {
+    const Doubles wide = __builtin_convertvector(half[k], Doubles);
+    sums[k] += wide * wide;
+  }
+#endif
+}
+
+inline FloatBits larger(const FloatBits& a, const FloatBits& b) {
+#if defined(__AVX512F__)
+  return (FloatBits)_mm512_maskz_max_epu32(0xffff, (__m512i)a, (__m512i)b);
+#else
+  return a > b ? a : b;
 #endif
 }
 
 inline FloatBits to_words(const Shorts& values) {
 #if defined(__AVX512F__)
-  return (FloatBits)_mm256_cvtepu16_epi32((__m128i)values);
+  return (FloatBits)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)values);
 #elif defined(__AVX2__)
-  return (FloatBits)_mm_cvtepu16_epi32(_mm_cvtsi64_si128((long long)values));
+  return (FloatBits)_mm256_cvtepu16_epi32((__m128i)values);
 #else
   return __builtin_convertvector(values, FloatBits);
 #endif
 }
 
+// Of words below 2^16.
 inline Shorts to_shorts(const FloatBits& values) {
 #if defined(__AVX512F__)
-  return (Shorts)_mm256_maskz_cvtepi32_epi16(0xff, (__m256i)values);
+  return (Shorts)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)values);
 #elif defined(__AVX2__)
-  const __m128i packed = _mm_packus_epi32((__m128i)values, (__m128i)values);
-  return (Shorts)_mm_cvtsi128_si64(packed);
+  const __m128i low = _mm256_castsi256_si128((__m256i)values);
+  return (Shorts)_mm_packus_epi32(low, _mm256_extracti128_si256((__m256i)values, 1));
 #else
   return __builtin_convertvector(values, Shorts);
 #endif
@@ -78,25 +103,24 @@ struct Counted {
 // The squares of a unit, by lane, and the largest magnitude.
 class Squares {
  public:
-  // Elements of the lanes from kDoubles * v on.
+  // Elements of the lanes from kFloats * v on.
   void add(std::size_t v, const Floats& values) {
-    const Doubles wide = to_doubles(values);
-    sums_[v] += wide * wide;
+    add_squares(sums_[v], values);
     FloatBits bits;
     std::memcpy(&bits, &values, sizeof bits);
-    bits &= 0x7fffffffu;
-    most_ = most_ > bits ? most_ : bits;
+    most_ = larger(most_, bits & 0x7fffffffu);
   }
   // An element of any lane.
   void add(std::size_t lane, double value) {
-    sums_[lane / kDoubles][lane % kDoubles] += value * value;
+    Doubles& half = sums_[lane / kFloats][lane / kDoubles % 2];
+    half[lane % kDoubles] += value * value;
     const std::uint64_t bits = magnitude_of_double(value);
     most_alone_ = most_alone_ < bits ? bits : most_alone_;
   }
 
   std::uint64_t most() const {
     std::uint32_t most = 0;
-    for (std::size_t j = 0; j < kDoubles; ++j) most = most < most_[j] ? most_[j] : most;
+    for (std::size_t j = 0; j < kFloats; ++j) most = most < most_[j] ? most_[j] : most;
     const std::uint64_t bits = double_bits(bits_float(most));
     return bits < most_alone_ ? most_alone_ : bits;
   }
@@ -110,7 +134,7 @@ class Squares {
   Counted counted() const { return {total(), most()}; }
 
  private:
-  Doubles sums_[kVectors] = {};
+  Doubles sums_[kVectors][2] = {};
   FloatBits most_ = {};
   std::uint64_t most_alone_ = 0;
 };
@@ -184,7 +208,7 @@ class Gauge {
       for (; i < n && (lane + i) % kLanes != 0; ++i) squares.add((lane + i) % kLanes, from[i]);
       for (; i + kLanes <= n; i += kLanes)
         for (std::size_t v = 0; v < kVectors; ++v)
-          squares.add(v, load_floats(from + i + v * kDoubles));
+          squares.add(v, load_floats(from + i + v * kFloats));
       for (; i < n; ++i) squares.add((lane + i) % kLanes, from[i]);
       const Counted counted = squares.counted();
       if (counted.most < kInfiniteDouble) return count(counted, 0);
@@ -262,7 +286,7 @@ void reduce_measured_unrolled(T* const* to, const T* const* from, std::size_t n,
     for (; i + kLanes <= base + m; i += kLanes) {
       FR_UNROLL
       for (std::size_t v = 0; v < kVectors; ++v) {
-        const std::size_t at = i + v * kDoubles;
+        const std::size_t at = i + v * kFloats;
         const auto leaf = [&](int k) { return times(factor[k], load_floats(in[k] + at)); };
         const Floats value = rounded(in[0], tree<Sum, 0, Count>(leaf) * scale.after);
         for (int k = 0; k < Stores; ++k) store_floats(out[k] + at, value);
