@@ -164,7 +164,8 @@ def test_convergence(tmp_path):
     variants = formats + [name + more for name in ours for more in ("", ", no feedback")]
     losses = {(r["settings"], r["variant"], r["seed"]): r["loss"] for r in book["runs"]}
     assert len(losses) == len(book["runs"]) == 2 * len(variants) * 2
-    assert all(run["ranks_agree"] for run in book["runs"])
+    # With torch's PowerSGD each rank decomposes for itself, and not always to the same bits.
+    assert {r["variant"] for r in book["runs"] if not r["ranks_agree"]} <= {"torch_powersgd"}
     for (settings, variant, seed), loss in losses.items():
         difference = abs(loss - losses[settings, "fp32", seed])
         assert difference < (1e-4 if variant == "fastreduce" else 0.5)
