@@ -461,6 +461,37 @@ PYBIND11_MODULE(_C, m) {
                return true;
              });
            })
+      .def("sum_norms",
+           [](HostCommunicator& self, std::uint64_t plan, int world,
+              const std::vector<std::pair<Norms*, Norms*>>& norms, double told) {
+             // Every rank's counts of all norms, and what it tells.
+             std::vector<std::size_t> begins{0};
+             for (const auto& [own, total] : norms)
+               begins.push_back(begins.back() + own->sections() * sizeof(Norm));
+             const std::size_t bytes = begins.back() + sizeof told;
+             std::vector<char> mine(bytes), all(bytes * static_cast<std::size_t>(world));
+             for (std::size_t k = 0; k < norms.size(); ++k)
+               std::memcpy(mine.data() + begins[k], norms[k].first->merge().data(),
+                           begins[k + 1] - begins[k]);
+             std::memcpy(mine.data() + begins.back(), &told, sizeof told);
+             const Call call = make_call(plan, bytes, 0, 1, kOrdinary);
+             uninterrupted([&] {
+               self.run(call, mine.data(), all.data(), check_signals, nullptr, {});
+               return true;
+             });
+             for (const auto& [own, total] : norms) total->clear();
+             std::vector<double> notes;
+             for (int p = 0; p < world; ++p) {
+               const char* const from = all.data() + static_cast<std::size_t>(p) * bytes;
+               for (std::size_t k = 0; k < norms.size(); ++k) {
+                 std::vector<Norm> counts(norms[k].first->sections());
+                 std::memcpy(counts.data(), from + begins[k], begins[k + 1] - begins[k]);
+                 norms[k].second->add(counts.data());
+               }
+               std::memcpy(&notes.emplace_back(), from + begins.back(), sizeof told);
+             }
+             return notes;
+           })
       .def("run_told",
            [](HostCommunicator& self, std::uint64_t plan, Address in, Address out,
               std::uint64_t count, int root, double scale, double weight, int segment,

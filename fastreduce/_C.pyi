@@ -204,6 +204,12 @@ class HostCommunicator:
         update: int,
         /,
     ) -> None: ...
+    def sum_norms(
+        self, plan: int, world: int, norms: Sequence[tuple[Norms, Norms]], told: float, /
+    ) -> list[float]:
+        """An all-gather of the first ones' counts, of which all ranks' are added up in the second
+        ones, and of what each has told."""
+
     def run_told(
         self,
         plan: int,

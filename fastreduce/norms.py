@@ -59,27 +59,30 @@ class Norms:
         self._counts = _C.Norms(self._ends, _threads)
         self._on_devices: dict[torch.device, cuda.NormTable] = {}
         self._total = _C.Norms(self._ends)  # of all ranks
-        self._known: list[Norm] | None = None
+        self._summed = False  # they are all ranks'
+        self._known: list[Norm] | None = None  # what they come to
         self.of_all = False  # this rank has counted all, as has every other one
 
     def clear(self) -> None:
         """Forgets all."""
         self._counts.clear()
         self._on_devices.clear()
-        self._known = None
+        self._summed = False
         self.of_all = False
 
     def sections(self) -> list[Norm]:
         """Of each section. Once :meth:`Communicator.sum_norms` has brought the ranks' counts
         together."""
-        if self._known is None:
+        if not self._summed:
             raise RuntimeError("norms: each rank has counted a part: call sum_norms() first")
+        if self._known is None:
+            self._known = [_norm_of(*values) for values in self._total.values()]
         return self._known
 
     @property
     def address(self) -> int:
         """For the kernels; what they count from now on is not yet known."""
-        self._known = None
+        self._summed = False
         return self._counts.address
 
     def measure(self, tensor: Tensor, rank: int, ranks: int, *, of_all: bool = False) -> None:
@@ -88,7 +91,7 @@ class Norms:
         check(tensor)
         if not tensor.is_contiguous():
             raise ValueError("norms: expected a contiguous tensor")
-        self._known = None
+        self._summed = False
         self.of_all = of_all
         kind, at, count = enums.DTYPE[tensor.dtype], tensor.data_ptr(), tensor.numel()
         if tensor.is_cpu:
@@ -101,9 +104,19 @@ class Norms:
 
     def saved(self) -> Tensor:
         """This rank's counts: int64, (sections, columns). Waits for GPUs."""
+        own, _ = self.to_be_summed()
+        return self._table(own)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a rank's counts."""
+        return self._sections * _C.NORM_BYTES
+
+    def to_be_summed(self) -> tuple[_C.Norms, _C.Norms]:
+        """This rank's counts, and what is to become all ranks': :meth:`know`. Waits for GPUs."""
         for table in self._on_devices.values():
             self._counts.add(table.take().data_ptr())
-        return self._table(self._counts)
+        return self._counts, self._total
 
     def total(self) -> Tensor:
         """All ranks' counts likewise."""
@@ -120,7 +133,11 @@ class Norms:
         self._total.clear()
         for table in tables:
             self._total.add(table.data_ptr())
-        self._known = [_norm_of(*values) for values in self._total.values()]
+        self.know()
+
+    def know(self) -> None:
+        """All ranks' counts have come together."""
+        self._summed, self._known = True, None
 
 
 def total_of(norms: Iterable[Norms]) -> Norm:
