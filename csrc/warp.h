@@ -1,4 +1,5 @@
-// A warp of a GPU, as device_wire.h, device_topk.h and device_norm.h see it.
+// A warp of a GPU, as device_wire.h, device_topk.h and device_norm.h see it, and kernels whose
+// warps share what there is to do.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,13 +30,31 @@ struct DeviceAtomics {
   }
 };
 
-// Multiprocessors of the current device.
-inline int processors() {
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;  // of a block
+
+// Which warp of the grid this is, of how many.
+static __device__ std::size_t warp() { return std::size_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
+static __device__ std::size_t warps() { return std::size_t(gridDim.x) * kWarps; }
+
+// `blocks` of a multiprocessor at once: what registers allow.
+#define FR_WARPS_KERNEL(blocks) __global__ void __launch_bounds__(kThreads, blocks)
+
+// A warp for each of `items`, as far as the current device has room for them at once.
+template <class Launch>
+void launch_warps(void (*kernel)(Launch), const Launch& launch, std::size_t items, int blocks_each,
+                  cudaStream_t stream) {
   int device = 0;
-  int count = 0;
+  int processors = 0;
   check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  const auto most = static_cast<std::size_t>(processors) * static_cast<std::size_t>(blocks_each);
+  const std::size_t blocks = (items + kWarps - 1) / kWarps;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  check(cudaLaunchKernelEx(&config, kernel, launch));
 }
 
 }  // namespace fastreduce

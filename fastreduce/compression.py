@@ -47,6 +47,8 @@ class Step:
         self.flags: list[cuda.Flag] = []  # what GPUs know of that
         self.entered: list[Section] = []  # whose new residuals have been written
         self.undo: dict[Residual, tuple[Any, ...]] = {}  # what they were before
+        self.drained: dict[str, Residual] = {}  # of which all has been sent, but by absent ranks
+        self.absent: set[str] = set()  # parameters that this rank has not used
         self.starts: dict[str, Tensor] = {}  # new ones, of low-rank factors
         self.starts_before: dict[str, Tensor] | None = None
         # The sum of the ranks' weights, as the calls between hosts find it, and as others do.
@@ -111,6 +113,7 @@ class Compression:
         if selects and self._residual_dtype != torch.float32:
             raise ValueError("residual_dtype: topk, randomk and threshold need float32")
         self._communicator = communicator
+        self._device = device
         self._shapes = shapes
         shared = communicator.world_size == 1 or communicator.shares_memory(device)
         # GPUs compare layouts as they meet them: here they would be waited for in every pass.
@@ -127,6 +130,7 @@ class Compression:
         self._conclude()
         if self._last.ended is None:  # it failed
             self._take_back(self._last)
+        self._drain(self._last)
         step = self._last = Step(self._last.number + 1, weighted)
         if self._compares:
             self._agree(step)
@@ -134,6 +138,19 @@ class Compression:
             if bucket is not None and bucket.step + 1 < step.number:  # DDP has rebuilt its buckets
                 bucket.release()
         return step
+
+    def _drain(self, step: Step) -> None:
+        """Whoever has not used a parameter has sent nothing of what it keeps back, and the others
+        cannot see that. Collective, where something was sent for the last time."""
+        names = sorted(step.drained)
+        if not names:
+            return
+        kept = torch.tensor([name in step.absent for name in names], dtype=torch.uint8)
+        kept = cuda.on_device(kept, self._device)
+        self._communicator.all_reduce(kept, "max")
+        for name, by_some in zip(names, kept.tolist(), strict=True):
+            if not by_some:
+                step.drained[name].drain()
 
     def _agree(self, step: Step) -> None:
         """Ranks of which one encodes and another does not would wait for each other."""
@@ -247,6 +264,7 @@ class Compression:
             scale, weight, done: as for :meth:`Communicator.all_reduce`.
             here: wait for the end.
         """
+        step.absent |= absent
         average = partial(
             self._average,
             step,
@@ -472,14 +490,16 @@ class Compression:
         for each in step.entered:
             if each.residual is not None:
                 step.undo.setdefault(each.residual, each.residual.saved())
-                each.residual.turn(each.keeps)
+                each.residual.turn()
+                if not each.keeps:
+                    step.drained[each.name] = each.residual
         step.starts_before = self._starts
         self._starts = self._starts | step.starts
 
     def _take_back(self, step: Step) -> None:
         for residual, saved in step.undo.items():
             residual.restore(saved)
-        step.undo = {}
+        step.undo, step.drained = {}, {}
         if step.starts_before is not None:
             self._starts = step.starts_before
 

@@ -59,10 +59,12 @@ class Part(Layout):
     def residuals(self) -> Tensor:
         """The addresses of all residuals, as they are now: int64, 4 for every section. On a GPU
         made on the current stream, on which the residuals then are used."""
-        turned = tuple(
+        turned: tuple[Any, ...] = tuple(
             (each.residual.now, each.residual.version) if each.residual else None
             for each in self.sections
         )
+        if self.device.type == "cuda":
+            turned = (*turned, torch.cuda.current_stream(self.device).cuda_stream)
         if turned not in self._addresses:
             rows = [e.residual.addresses() if e.residual else (0, 0, 0, 0) for e in self.sections]
             if len(self._addresses) > 3:

@@ -25,7 +25,7 @@ class Residual:
         self._reduced = [self._sent[0][:0]] * 2
         self.place = (0, 0, 0)  # see move()
         self.now = 0
-        self.holds = False  # something
+        self.holds = False  # something, on whichever rank
         self.version = 0  # of the memory
 
     @property
@@ -97,10 +97,13 @@ class Residual:
         for each in self.tensors():
             each.record_stream(stream)
 
-    def turn(self, holds: bool) -> None:
-        """What is new becomes what is; what was is kept until the next step. Where nothing is kept
-        back any more, neither is the rounding of the last mean to 16 bits."""
+    def turn(self) -> None:
+        """What is new becomes what is; what was is kept until the next step."""
         self.now = 1 - self.now
-        self.holds = holds
-        if not holds:
-            self._reduced[self.now].zero_()
+        self.holds = True
+
+    def drain(self) -> None:
+        """All of it has been sent, by every rank. Nothing is kept back any more, the rounding of
+        the last mean to 16 bits neither."""
+        self.holds = False
+        self._reduced[self.now].zero_()

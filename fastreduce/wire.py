@@ -83,7 +83,8 @@ class Wire:
         for option, formats in _OPTIONS.items():
             if self.format not in formats and getattr(self, option) != getattr(Wire, option):
                 raise ValueError(f"{option}: {self.format} has none, only {', '.join(formats)}")
-        if not self.k > 0 or (self.k > 1 and not isinstance(self.k, int)):
+        whole = isinstance(self.k, int) and not isinstance(self.k, bool)
+        if not self.k > 0 or (not whole and (self.k > 1 or not isinstance(self.k, float))):
             raise ValueError(f"k: expected a fraction up to 1.0 or a whole number, got {self.k}")
         if not self.threshold >= 0:
             raise ValueError(f"threshold: expected 0 or more, got {self.threshold}")

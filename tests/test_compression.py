@@ -197,7 +197,7 @@ class Run:
             gradients.append(own)
         if poison is not None:
             gradients[-1][poison[0]].view(-1)[-1] = poison[1]
-        steps = [compression.begin(weighted=False) for compression in self.ranks]
+        steps = self.group.each(lambda rank: self.ranks[rank].begin(weighted=False))
         means: dict[str, Tensor] = {}
         for names in self.buckets():
             flats = [torch.cat([own[n].flatten() for n in names]) for own in gradients]
@@ -361,6 +361,38 @@ def test_a_schedule_loses_nothing_either():
     assert all(not r.holds for c in run.ranks for r in c._residuals.values())
 
 
+@pytest.mark.parametrize("by", [None, 0, 1], ids=["nobody", "rank 1", "rank 0"])
+@pytest.mark.parametrize(
+    ("wire", "dtype"),
+    [
+        ("int8", torch.float32),
+        ("onebit", torch.float32),
+        (Wire("topk", k=0.05), torch.float32),
+        (Wire("lowrank", rank=1), torch.float32),
+        ("int8", torch.bfloat16),
+        ("onebit", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_what_is_left_is_sent_once_it_can_be(wire, dtype, by):
+    """Also of parameters that are not used in just the pass in which others send theirs."""
+    run = Run(2, {0: wire, 3: "fp32"}, dtype)
+    for step in range(8):
+        unused = ("a", "e") if step in (3, 4) else ()
+        run.backward(step, unused=unused, by=by)
+        if step in (3, 4):
+            assert all(c._residuals["a"].holds for c in run.ranks)
+            assert run.kept()["a"].abs().max() > 0
+        if dtype == torch.float32:
+            run.check()
+    run.load(run.save(), 2)
+    for kept in run.kept().values():
+        assert kept.abs().max() == 0
+    run.backward(8)
+    run.backward(9)
+    assert not any(r.holds for c in run.ranks for r in c._residuals.values())
+
+
 SCHEDULE = {
     0: "int8",
     2: Wire("int4", block=32),
@@ -461,6 +493,7 @@ def test_bad_policies_are_refused():
         (lambda: Wire("onebit", rounding="stochastic"), "rounding"),
         (lambda: Wire("topk", k=0), "k: "),
         (lambda: Wire("topk", k=1.5), "k: "),
+        (lambda: Wire("topk", k=True), "k: "),
         (lambda: Wire("lowrank", rank=0), "rank"),
         (lambda: Wire("int8", k=5), "k: int8 has none, only topk"),
         (lambda: Wire("topk", block=64), "block: topk has none"),

@@ -223,8 +223,11 @@ def built_strictly(source: Path, instruction_set: str) -> Path | None:
     with contextlib.suppress(OSError):
         made = (folder / name).stat().st_mtime
         newest = max(path.stat().st_mtime for path in (ROOT / "csrc").iterdir())
-        [flags] = re.findall(r"^flags = (.*)$", (folder / "build.ninja").read_text(), re.MULTILINE)
-        if made > newest and flags.startswith(FLAGS) and flags.endswith("-Werror"):
+        rules = (folder / "build.ninja").read_text()
+        wanted = rf"^cxx = (?:c|g)\+\+\nflags = {re.escape(FLAGS)} -Werror$"
+        kernels = f"  set = {INSTRUCTION_SETS[instruction_set]}\n"
+        as_wanted = re.search(wanted, rules, re.MULTILINE) and kernels in rules
+        if made > newest and as_wanted:
             return folder / name
     return None
 
