@@ -23,8 +23,8 @@ using Floats = float __attribute__((vector_size(kVectorBytes)));
 using FloatBits = std::uint32_t __attribute__((vector_size(kVectorBytes)));
 using Shorts = std::uint16_t __attribute__((vector_size(kVectorBytes / 2)));
 
-// Where gcc 12 takes apart what it is asked for, the instruction is named. A double holds the square
-// of a float: to add it in one rounding gives the bits of two operations.
+// Where gcc 12 takes apart what it is asked for, the instruction is named. A double holds the
+// square of a float: to add it in one rounding gives the bits of two operations.
 inline void add_squares(Doubles (&sums)[2], const Floats& values) {
 #if defined(__AVX512F__)
   const auto low = __builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7);
