@@ -169,6 +169,7 @@ class Communicator:
         self._notifier: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._next_future = 0
+        self._norm_plans: dict[int, int] = {}  # by bytes
         self._exchanges: dict[torch.device, Exchange | CudaExchange] = {}
         if self._core is None:
             if deterministic:
@@ -605,9 +606,12 @@ class Communicator:
             # At once: between two buckets the interpreter's memory is in no cache.
             pairs = [each.to_be_summed() for each in norms]
             nbytes = 8 + sum(each.nbytes for each in norms)
-            limit = policy.one_shot_limit(self.world_size, self.topology)
-            way = "one_shot" if nbytes <= limit else "two_shot"
-            plan = enums.plan("all_gather", torch.uint8, "sum", way, 0)
+            plan = self._norm_plans.get(nbytes)
+            if plan is None:
+                limit = policy.one_shot_limit(self.world_size, self.topology)
+                way = "one_shot" if nbytes <= limit else "two_shot"
+                plan = enums.plan("all_gather", torch.uint8, "sum", way, 0)
+                self._norm_plans[nbytes] = plan
             heard = self._core.sum_norms(plan, self.world_size, pairs, told)
             for each in norms:
                 each.know()
