@@ -127,7 +127,7 @@ def cuda_rules(nvcc: str, target: Path, include: str) -> list[str]:
         f"nvcc = {escape(nvcc)} {compiler}",
         f"cuflags = {NVCC_FLAGS} {host}",
         "rule cuda",
-        "  command = $nvcc $cuflags $targets -MMD -MF $out.d -c $in -o $out",
+        "  command = $nvcc $cuflags $set -MMD -MF $out.d -c $in -o $out",
         "  deps = gcc",
         "  depfile = $out.d",
         "rule link_cuda",
@@ -139,14 +139,14 @@ def cuda_rules(nvcc: str, target: Path, include: str) -> list[str]:
         objects.append(f"{path.stem}_cu.o")
         rules += [
             f"build {objects[-1]}: cuda {escape(path)}",
-            f"  targets = {cuda_targets(nvcc)}",
+            f"  set = {cuda_targets(nvcc)}",
         ]
     plain = [*SOURCES.resolve().glob(f"{CUDA}*.cpp"), SOURCES.resolve() / "shared_memory.cpp"]
     for path in sorted(plain):
         objects.append(f"{path.stem}.o")
         rules.append(f"build {objects[-1]}: cuda {escape(path)}")
         if path.stem.endswith(BINDINGS):
-            rules.append(f"  targets = {include}")
+            rules.append(f"  set = {include}")
     return [*rules, f"build {escape(target)}: link_cuda {' '.join(objects)}"]
 
 

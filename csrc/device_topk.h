@@ -67,10 +67,6 @@ FR_BLOCK FR_INLINE void each_device_tile(const Plan& plan, std::size_t warp, std
   }
 }
 
-FR_FN bool is_absent(const Coding& coding, std::size_t span) {
-  return coding.absent != nullptr && coding.absent[span] != 0;
-}
-
 // The keys of a tile: magnitudes, or random numbers.
 template <class Values, class Words>
 struct Keys {
@@ -94,10 +90,6 @@ FR_BLOCK FR_INLINE void with_keys(const Team& team, const SelectLaunch& launch, 
   visit(values, Keys<decltype(values), decltype(words)>{values, words, launch.selection.random});
 }
 
-FR_FN std::uint32_t lowest_key(const Selection& selection) {
-  return selection.random ? 0 : selection.threshold;
-}
-
 // Calls count(digit) for every key that may be the k-th largest.
 template <class Team, class Atomics, class Count>
 FR_BLOCK void count_digits(const Team& team, const Atomics& atomics, const SelectLaunch& launch,
@@ -111,7 +103,7 @@ FR_BLOCK void count_digits(const Team& team, const Atomics& atomics, const Selec
   each_device_tile(
       launch.coding.plan, warp, warps,
       [&](std::size_t, std::size_t s, std::uint32_t, std::uint64_t begin, std::uint32_t n) {
-        if (is_absent(launch.coding, s)) return;
+        if (has_nothing(launch.coding, s)) return;
         with_keys(team, launch, s, begin, n, [&](const auto& values, const auto& keys) {
           for (std::uint32_t i = team.lane(); i < n; i += team.lanes()) {
             const std::uint32_t here = keys(i);
@@ -174,7 +166,7 @@ FR_BLOCK void tally_tiles(const Team& team, const SelectLaunch& launch, std::siz
       [&](std::size_t tile, std::size_t s, std::uint32_t, std::uint64_t begin, std::uint32_t n) {
         std::uint32_t above = 0;
         std::uint32_t equal = 0;
-        if (!is_absent(launch.coding, s))
+        if (!has_nothing(launch.coding, s))
           with_keys(team, launch, s, begin, n, [&](const auto&, const auto& keys) {
             for (std::uint32_t i = team.lane(); i < n; i += team.lanes()) {
               const std::uint32_t here = keys(i);
@@ -218,7 +210,7 @@ FR_BLOCK void emit_tiles(const Team& team, const SelectLaunch& launch, std::size
           std::uint32_t n) {
         const Residuals& residuals = coding.residuals[s];
         auto* const kept = static_cast<float*>(residuals.sent_next);
-        if (is_absent(coding, s)) {
+        if (has_nothing(coding, s)) {
           if (kept != nullptr) team.carry(kept, residuals.sent, begin, n, DType::float32);
           return;
         }
@@ -326,10 +318,7 @@ FR_BLOCK void combine_tiles(const Team& team, const SelectLaunch& launch, std::s
                        for (std::uint32_t e = from[p] + team.lane(); e < to[p]; e += team.lanes()) {
                          const std::uint32_t index = own[e].index;
                          if (index - first >= n) continue;  // of a message that is damaged
-                         constexpr int kLevels = 13;
-                         static_assert((1 << kLevels) > kMostSenders,
-                                       "a level for every power of two of ranks");
-                         Counter<Sum, float, kLevels, 1> tree;
+                         Counter<Sum, float, kSenderLevels, 1> tree;
                          bool mine = true;  // no rank before this one has sent it
                          FR_ROLLED
                          for (int q = 0; q < world; ++q) {

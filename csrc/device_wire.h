@@ -115,9 +115,7 @@ class DeviceTeam : public Lanes {
       return tree_up_to<Sum, kInFlight>(leaf, count);
     }
     FR_BLOCK float many(Place at) const {
-      constexpr int kLevels = 13;
-      static_assert((1 << kLevels) > kMostSenders, "a level for every power of two of ranks");
-      Counter<Sum, float, kLevels, 1> tree;
+      Counter<Sum, float, kSenderLevels, 1> tree;
       FR_ROLLED
       for (int k = 0; k < count; ++k) {
         float carry[1] = {decoded<C>(from(k), at)};

@@ -51,7 +51,7 @@ void each_tile(const Coding& coding, const Selection& selection, const Visit& vi
   std::uint32_t index = 0;
   for (std::size_t s = 0; s < coding.plan.spans; ++s) {
     const Span& span = coding.plan.span[s];
-    if (coding.absent == nullptr || coding.absent[s] == 0) {
+    if (!has_nothing(coding, s)) {
       for (std::size_t begin = 0; begin < span.count; begin += kMostOfRun) {
         const std::size_t left = span.count - begin;
         const std::size_t n = left < kMostOfRun ? left : kMostOfRun;
@@ -142,7 +142,7 @@ inline std::uint32_t select(const Coding& coding, const Selection& selection,
                             std::uint32_t expected, char* message) {
   // Below the one of the last time: magnitudes fall.
   constexpr std::uint32_t kMargin = 1u << 21;
-  const std::uint32_t lowest = selection.random ? 0 : selection.threshold;
+  const std::uint32_t lowest = lowest_key(selection);
   std::uint32_t most = 0;
   std::uint32_t from = expected > kMargin ? expected - kMargin : 0;
   from = from < lowest ? lowest : from;
@@ -177,7 +177,7 @@ inline std::uint32_t select(const Coding& coding, const Selection& selection,
   }
   for (std::size_t k = 0; k < coding.plan.spans; ++k) {
     const Residuals& residuals = coding.residuals[k];
-    if (coding.absent != nullptr && coding.absent[k] != 0 && residuals.sent != nullptr)
+    if (has_nothing(coding, k) && residuals.sent != nullptr)
       HostTeam::carry(residuals.sent_next, residuals.sent, 0, coding.plan.span[k].count,
                       DType::float32);
   }

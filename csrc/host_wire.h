@@ -86,12 +86,10 @@ class HostTeam {
   template <class C, class From>
   Tile mean(const Coding& coding, const From& from, const void* residual, std::size_t begin,
             std::size_t n) {
-    constexpr int kLevels = 13;
-    static_assert((1 << kLevels) > kMostSenders, "a level for every power of two of ranks");
-    alignas(64) float tiles[kLevels + 1][kMostOfRun];
-    float* level[kLevels];
-    for (int l = 0; l < kLevels; ++l) level[l] = tiles[l];
-    float* carry = tiles[kLevels];
+    alignas(64) float tiles[kSenderLevels + 1][kMostOfRun];
+    float* level[kSenderLevels];
+    for (int l = 0; l < kSenderLevels; ++l) level[l] = tiles[l];
+    float* carry = tiles[kSenderLevels];
     const int count = coding.plan.world;
     for (int k = 0; k < count; ++k) {
       int l = k & 1;
@@ -111,7 +109,7 @@ class HostTeam {
     int lowest = 0;
     while (!((count >> lowest) & 1)) ++lowest;
     float* const total = level[lowest];
-    for (int l = lowest + 1; l < kLevels; ++l) {
+    for (int l = lowest + 1; l < kSenderLevels; ++l) {
       if (!((count >> l) & 1)) continue;
       const float* const left = level[l];
       FR_INDEPENDENT

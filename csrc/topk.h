@@ -29,6 +29,11 @@ struct Header {
   std::uint32_t finite;
 };
 
+// Of an element that may be sent.
+FR_FN std::uint32_t lowest_key(const Selection& selection) {
+  return selection.random ? 0 : selection.threshold;
+}
+
 FR_FN std::size_t selection_bytes(std::uint64_t k) { return sizeof(Header) + k * sizeof(Entry); }
 
 }  // namespace fastreduce

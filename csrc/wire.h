@@ -147,6 +147,8 @@ struct Coding {
 
 // Between hosts there can be more ranks than on one.
 constexpr int kMostSenders = 4096;
+constexpr int kSenderLevels = 13;
+static_assert((1 << kSenderLevels) > kMostSenders, "a level for every power of two of ranks");
 
 inline namespace FR_ISA {
 
@@ -189,6 +191,11 @@ FR_FN Run run_at(const Plan& plan, int chunk, std::size_t index, std::size_t spa
   return run;
 }
 
+// Whether this rank has nothing to send of a span.
+FR_FN bool has_nothing(const Coding& coding, std::size_t span) {
+  return coding.absent != nullptr && coding.absent[span] != 0;
+}
+
 // A magnitude from which on a gradient is not finite once it is stored.
 FR_FN std::uint32_t limit_of(DType dtype) {
   return dtype == DType::float16 ? 0x477ff000u : dtype == DType::bfloat16 ? 0x7f7f8000u : kInfinity;
@@ -220,7 +227,7 @@ template <class C, class R, class Team>
 FR_BLOCK void encode_run(Team& team, const Coding& coding, const Run& run, char* record) {
   const Span& span = coding.plan.span[run.span];
   const Residuals& residuals = coding.residuals[run.span];
-  if (coding.absent != nullptr && coding.absent[run.span] != 0) {
+  if (has_nothing(coding, run.span)) {
     encode_absent<C>(team, record, run.n);
     if (residuals.sent != nullptr)
       team.carry(residuals.sent_next, residuals.sent, run.begin, run.n, coding.residual_dtype);

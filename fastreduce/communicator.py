@@ -601,7 +601,11 @@ class Communicator:
         Returns:
             What every rank that takes part has ``told``.
         """
-        if self._core is not None and not all(each.of_all for each in norms):
+        if all(each.of_all for each in norms):
+            for each in norms:
+                each.settle([each.saved()])
+            return [told]
+        if self._core is not None:
             self._core.refuse_child()
             # At once: between two buckets the interpreter's memory is in no cache.
             pairs = [each.to_be_summed() for each in norms]
@@ -617,10 +621,6 @@ class Communicator:
                 each.know()
             return heard
         saved = [each.saved() for each in norms]
-        if all(each.of_all for each in norms):
-            for each, table in zip(norms, saved, strict=True):
-                each.settle([table])
-            return [told]
         note = torch.tensor([told], dtype=torch.float64).view(torch.int64)
         own = torch.cat([*(table.view(-1) for table in saved), note])
         every = torch.empty(self.world_size, own.numel(), dtype=own.dtype)

@@ -544,10 +544,6 @@ class WirePlan:
     def message_bytes(self, chunk: int) -> int:
         return self.core.message_bytes(chunk)
 
-    def room(self, rows: int, columns: int) -> Tensor:
-        """For a table of 32-bit words, on the current stream."""
-        return torch.empty(rows, columns, dtype=torch.int32, device=self.tables.device)
-
 
 class WireCoding:
     """_C.WireCoding: how this rank encodes one buffer in one step. Launches are on the current
@@ -623,7 +619,7 @@ class WireCoding:
         assert _cuda is not None
         steps, tiles = _cuda.SelectStep, self._plan.core.tiles()
         search = torch.zeros(_cuda.SEARCH_BYTES, dtype=torch.uint8, device=self._device)
-        counts = self._plan.room(2, tiles)
+        counts = torch.empty(2, tiles, dtype=torch.int32, device=self._device)
 
         def launch(step: _cuda.SelectStep, table: Tensor, digit: int = 0) -> None:
             addresses = search.data_ptr(), table.data_ptr(), message.data_ptr()
@@ -638,7 +634,8 @@ class WireCoding:
     def combine(self, k: int, messages: Sequence[Tensor]) -> None:
         """The gradient, of the ranks' messages, which lie one after the other."""
         assert _cuda is not None
-        table = self._plan.room(self._plan.core.tiles() + 1, len(messages))
+        rows = self._plan.core.tiles() + 1
+        table = torch.empty(rows, len(messages), dtype=torch.int32, device=self._device)
         for step in (_cuda.SelectStep.find, _cuda.SelectStep.combine):
             addresses = 0, table.data_ptr(), messages[0].data_ptr()
             self._core.select(step, 0, False, k, 0.0, *addresses, self._stream())

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from fastreduce import diagnosis, doctor_text, machine, policy
 from fastreduce.communicator import Communicator
+from fastreduce.diagnosis import Facts
 
 # Of the JSON: another number where a key changes its meaning or goes.
 FORMAT = 1
@@ -32,8 +33,6 @@ FORMAT = 1
 TRIED_BYTES = (policy.KIB, policy.MIB)
 # How long a rank that has told what came of it may take to end.
 _ENDING_SECONDS = 5.0
-
-Facts = dict[str, Any]
 
 
 class UsageError(Exception):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
 
 from fastreduce import memory, policy
-from fastreduce.diagnosis import host_topology, numbered, spans
-
-Facts = dict[str, Any]
+from fastreduce.diagnosis import Facts, host_topology, numbered, spans
 
 _WIDTH = 100
 _NAME = 13  # columns of a line's name
