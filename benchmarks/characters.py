@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.models import Block
+
 MODULES = ["argparse", "difflib", "doctest", "subprocess", "tarfile", "typing"]
 CONTEXT = 64
 WIDTH, LAYERS, HEADS = 64, 2, 2
@@ -60,30 +62,6 @@ def bigram_loss(text: Text) -> float:
     return functional.cross_entropy(scores, text.test[1:]).item()
 
 
-class Layer(nn.Module):
-    """Causal attention and a feed-forward network, each behind its norm and beside a short cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.queries_keys_values = nn.Linear(WIDTH, 3 * WIDTH)
-        self.output = nn.Linear(WIDTH, WIDTH)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.GELU(),
-            nn.Linear(4 * WIDTH, WIDTH),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.queries_keys_values(self.attention_norm(x)).unflatten(2, (3, HEADS, -1))
-        queries, keys, values = heads.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.output(seen.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.feed_forward(x)
-        return out
-
-
 class Transformer(nn.Module):
     """About 117,000 parameters: CONTEXT characters to the scores of each one's successor."""
 
@@ -91,7 +69,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(kinds, WIDTH)
         self.positions = nn.Parameter(torch.empty(CONTEXT, WIDTH))
-        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self.layers = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(LAYERS)))
         self.scores = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, kinds))
         # Positions as large as that are soon told apart: with the usual 0.02, a training of some
         # hundred steps hardly leaves the table of pairs.

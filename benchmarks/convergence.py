@@ -47,9 +47,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks import characters
-from benchmarks.all_reduce import join_group, machine
 from benchmarks.convergence_report import Book, Run, plot, table
 from benchmarks.convergence_variants import FORMATS, LONG, NAMES, VARIANTS, Variant
+from benchmarks.ranks import join_group
+from benchmarks.results import machine
 from fastreduce import demo  # also imports what must come before a group
 
 RESULTS = Path(__file__).with_name("results") / "convergence"

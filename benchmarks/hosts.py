@@ -45,14 +45,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
-from benchmarks import network
-from benchmarks.all_reduce import machine, wait_for
+from benchmarks import hooks, network
+from benchmarks.hooks import BASE, OURS, Attach
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.variants import BASE, GLOO, OURS, no_communication
+from benchmarks.ranks import wait_for
+from benchmarks.results import machine
 
 # What a step should take at most of gloo's, in float32, between 2 hosts at 100 Mbit/s; and what a
 # payload of ours may differ from the nominal one.
@@ -60,13 +60,13 @@ TARGETS = {f"{OURS}-int8": 0.35, f"{OURS}-int4": 0.22}
 TARGET_SETTING = (2, "100mbit")
 BYTES_TARGET = 0.02
 
+GLOO = "gloo"
+
 # Rounds in which buckets are rebuilt, moved, and PowerSGD sends all.
 WARM_UP = 4
-POWER_SGD_START = 2
 PORT = 29500
 LINK_SECONDS = 0.5  # of plain sockets, at a time
 
-Attach = Callable[[DistributedDataParallel], fastreduce.HookState | None]
 Nominal = Callable[[nn.Module], float]
 
 
@@ -94,47 +94,6 @@ def power_sgd_bytes(rank: int) -> Nominal:
     return nominal
 
 
-def nothing(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(None, no_communication)
-
-
-def gloo(_: DistributedDataParallel) -> None:
-    pass
-
-
-def torch_fp16(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-
-def torch_bf16(model: DistributedDataParallel) -> None:
-    # DDP refuses the hook without NCCL, which it knows by its name. Gloo sums bfloat16, too.
-    def hook(state, bucket):  # type: ignore[no-untyped-def]
-        return default_hooks.bf16_compress_hook(state, bucket)
-
-    model.register_comm_hook(None, hook)
-
-
-def power_sgd(rank: int) -> Attach:
-    def attach(model: DistributedDataParallel) -> None:
-        # Bucket by bucket: the hook's callbacks begin collectives, and with two buckets under way
-        # not in the same order on all ranks, at which gloo aborts.
-        def hook(state, bucket):  # type: ignore[no-untyped-def]
-            averaged = powerSGD_hook.powerSGD_hook(state, bucket)
-            averaged.wait()
-            return averaged
-
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=POWER_SGD_START
-        )
-        model.register_comm_hook(state, hook)
-
-    return attach
-
-
-def ours(wire: str | fastreduce.Wire) -> Attach:
-    return lambda model: fastreduce.attach(model, wire=wire)
-
-
 @dataclass(frozen=True)
 class Variant:
     """How gradients are averaged, and the bytes that the format makes of a model's gradients."""
@@ -144,23 +103,23 @@ class Variant:
 
 
 VARIANTS = {
-    BASE: Variant(nothing, each(0)),
-    GLOO: Variant(gloo, each(4)),
-    "torch-bf16": Variant(torch_bf16, each(2)),
-    "torch-fp16": Variant(torch_fp16, each(2)),
-    "torch-powersgd-1": Variant(power_sgd(1), power_sgd_bytes(1)),
-    "torch-powersgd-2": Variant(power_sgd(2), power_sgd_bytes(2)),
-    OURS: Variant(ours("fp32"), each(4)),
-    f"{OURS}-bf16": Variant(ours("bf16"), each(2)),
-    f"{OURS}-fp16": Variant(ours("fp16"), each(2)),
+    BASE: Variant(hooks.nothing, each(0)),
+    GLOO: Variant(hooks.built_in, each(4)),
+    "torch-bf16": Variant(hooks.torch_bf16, each(2)),
+    "torch-fp16": Variant(hooks.torch_fp16, each(2)),
+    "torch-powersgd-1": Variant(hooks.power_sgd(1), power_sgd_bytes(1)),
+    "torch-powersgd-2": Variant(hooks.power_sgd(2), power_sgd_bytes(2)),
+    OURS: Variant(hooks.ours(wire="fp32"), each(4)),
+    f"{OURS}-bf16": Variant(hooks.ours(wire="bf16"), each(2)),
+    f"{OURS}-fp16": Variant(hooks.ours(wire="fp16"), each(2)),
     # With a scale of 4 bytes for every 128 elements.
-    f"{OURS}-fp8_e4m3": Variant(ours("fp8_e4m3"), each(1 + 4 / 128)),
-    f"{OURS}-fp8_e5m2": Variant(ours("fp8_e5m2"), each(1 + 4 / 128)),
-    f"{OURS}-int8": Variant(ours("int8"), each(1 + 4 / 128)),
-    f"{OURS}-int4": Variant(ours("int4"), each(1 / 2 + 4 / 128)),
-    f"{OURS}-onebit": Variant(ours("onebit"), each(1 / 8 + 4 / 128)),
-    f"{OURS}-topk": Variant(ours(fastreduce.Wire("topk", k=0.01)), None),
-    f"{OURS}-lowrank": Variant(ours(fastreduce.Wire("lowrank", rank=2)), None),
+    f"{OURS}-fp8_e4m3": Variant(hooks.ours(wire="fp8_e4m3"), each(1 + 4 / 128)),
+    f"{OURS}-fp8_e5m2": Variant(hooks.ours(wire="fp8_e5m2"), each(1 + 4 / 128)),
+    f"{OURS}-int8": Variant(hooks.ours(wire="int8"), each(1 + 4 / 128)),
+    f"{OURS}-int4": Variant(hooks.ours(wire="int4"), each(1 / 2 + 4 / 128)),
+    f"{OURS}-onebit": Variant(hooks.ours(wire="onebit"), each(1 / 8 + 4 / 128)),
+    f"{OURS}-topk": Variant(hooks.ours(wire=fastreduce.Wire("topk", k=0.01)), None),
+    f"{OURS}-lowrank": Variant(hooks.ours(wire=fastreduce.Wire("lowrank", rank=2)), None),
 }
 ALWAYS = [BASE, GLOO]  # what the others are compared with
 

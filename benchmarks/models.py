@@ -1,7 +1,6 @@
-"""The models that ddp_step.py trains: what their gradients weigh matters, not what they learn.
+"""The models that steps are timed of: what their gradients weigh matters, not what they learn.
 
-All take a batch of inputs to the scores of ten classes, but for resnet18, which is there for
-``fastreduce plan``.
+All take a batch of inputs, or of their tokens, to the scores of some classes.
 """
 
 from __future__ import annotations
@@ -20,15 +19,25 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, the shape of one of its inputs, and how many make the batch of a rank."""
+    """A model, the shape of one of its inputs, and how many make the batch of a rank.
+
+    Attributes:
+        classes: that the model scores.
+        tokens: inputs are indices of classes, each of which has a label.
+    """
 
     build: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
     batch: int
+    classes: int = CLASSES
+    tokens: bool = False
 
     def data(self, batch: int) -> tuple[Tensor, Tensor]:
         """Random inputs and labels."""
-        return torch.randn(batch, *self.input_shape), torch.randint(0, CLASSES, (batch,))
+        if self.tokens:
+            drawn = torch.randint(0, self.classes, (2, batch, *self.input_shape))
+            return drawn[0], drawn[1]
+        return torch.randn(batch, *self.input_shape), torch.randint(0, self.classes, (batch,))
 
 
 def digits() -> nn.Module:
@@ -103,21 +112,66 @@ def resnet18() -> nn.Module:
     return nn.Sequential(*first, *_stages(), nn.Linear(512, 1000))
 
 
-class Tiny(nn.Module):
-    """2,000 parameters of 10 elements each, used by as few operations as possible."""
+class Block(nn.Module):
+    """Causal attention and a feed-forward network, each behind its norm and beside a short cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.rows = nn.ParameterList(torch.randn(CLASSES) for _ in range(2000))
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.stack(list(self.rows))
+        parts = self.queries_keys_values(self.attention_norm(x)).unflatten(2, (3, self.heads, -1))
+        queries, keys, values = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.output(seen.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.feed_forward(x)
+        return out
+
+
+class Transformer(nn.Module):
+    """A decoder in the manner of GPT-2: tokens to the scores of each one's successor."""
+
+    def __init__(self, kinds: int, length: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(kinds, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.scores = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, kinds))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.scores(self.blocks(self.tokens(tokens) + self.positions))
+        return scores
+
+
+def transformer() -> nn.Module:
+    """3.7 million parameters, for 64 tokens of 1,000 kinds."""
+    return Transformer(1000, length=64, width=256, layers=4, heads=4)
+
+
+def gpt2() -> nn.Module:
+    """The shape of GPT-2 (Radford et al. 2019), its smallest, with scores of their own: 163 million
+    parameters, for 1,024 tokens."""
+    return Transformer(50257, length=1024, width=768, layers=12, heads=12)
 
 
 WORKLOADS = {
     "digits": Workload(digits, (1, 8, 8), batch=48),
     "mlp": Workload(mlp, (1024,), batch=16),
     "resnet": Workload(resnet, (3, 32, 32), batch=2),
-    "tiny": Workload(Tiny, (2000,), batch=1),
-    "accumulate": Workload(mlp, (1024,), batch=16),
+    "transformer": Workload(transformer, (64,), batch=4, classes=1000, tokens=True),
+}
+# As they fit on one GPU of 16 GB or more.
+GPU_WORKLOADS = {
+    "mlp": Workload(mlp, (1024,), batch=256),
+    "resnet18": Workload(resnet18, (3, 224, 224), batch=64, classes=1000),
+    "transformer": Workload(gpt2, (1024,), batch=2, classes=50257, tokens=True),
 }

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fastreduce
-from benchmarks import network
+from benchmarks import __main__ as suite
+from benchmarks import compare, network, results
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*arguments: object) -> str:
+# What of the suite a test has time for; the rest of its methods run in test_pytest_benchmark.
+TIMED = ["all_reduce", "collectives", "norms", "hook"]
+
+
+def run(*arguments: object, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
         cwd=ROOT,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=560,
@@ -29,60 +38,126 @@ def run(*arguments: object) -> str:
     return done.stdout
 
 
-def test_all_reduce(tmp_path):
-    figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
-    options = ["--sizes", 1024, 1 << 20, "--seconds", 0.05, "--ranks", 2, 4]
-    text = run("benchmarks.all_reduce", *options, "--json", figures, "--plot", picture)
-    assert "algbw" in text and "busbw" in text and "wrong" in text
-    results = json.loads(figures.read_text())["results"]
-    cases = {(r["ranks"], r["dtype"], r["op"], r["bytes"]) for r in results}
-    assert len(cases) == len(results) == 2 * 2 * 2 * 2
-    for result in results:
-        methods = {"fastreduce", "fastreduce staged", "gloo", "bound"}
-        assert methods <= set(result["seconds"])
-        assert all(wrong in (0, None) for wrong in result["wrong"].values())
-        assert all(seconds > 0 for seconds in result["seconds"].values())
-    assert picture.read_bytes().startswith(b"\x89PNG")
+def test_suite(tmp_path):
+    """All of it, over CPUs; what is measured of GPUs needs them."""
+    text = run("benchmarks", "--quick", "--cpu", "--out", tmp_path, *TIMED)
+    book = json.loads((tmp_path / "results.json").read_text())
+    assert book["machine"]["cores"] == len(os.sched_getaffinity(0))
+    records = {results.case_name(record): record for record in book["results"]}
+    assert len(records) == len(book["results"])
+    assert {record["benchmark"] for record in book["results"]} == set(TIMED)
+    for record in book["results"]:
+        assert record["methods"][record["base"]]["ratio"]["median"] == 1
+        for name, figures in record["methods"].items():
+            assert 0 < figures["value"]["low"] <= figures["value"]["median"]
+            assert figures["value"]["median"] <= figures["value"]["high"]
+            assert figures["rounds"] >= 5
+            checked = record["benchmark"] == "all_reduce" and name != "bound"
+            assert figures.get("wrong") == (0 if checked else None)
+        assert results.text(record) in text
+    expected = {"fastreduce", "fastreduce staged", "two_shot", "ring", "gloo", "bound"}
+    sizes = [record for record in book["results"] if record["benchmark"] == "all_reduce"]
+    assert {r["bytes"] for r in sizes} == {1 << 10, 1 << 16, 1 << 20, 25 << 20}
+    for record in sizes:
+        small = {"one_shot"} if record["bytes"] <= 256 << 10 else set()
+        assert set(record["methods"]) - {"mpi"} == expected | small
+    page = (tmp_path / "index.html").read_text("utf-8")
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)  # nothing from elsewhere
+    for name in TIMED:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f'<h2 id="{name}">' in page
+    assert page.count("data:image/png;base64,") == len(TIMED)
 
 
-def test_all_reduce_under_torchrun(tmp_path):
-    """Over CPUs; what is measured of GPUs needs them."""
-    figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+def test_suite_under_torchrun(tmp_path):
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    command += ["-m", "benchmarks.all_reduce", "--device", "cpu", "--sizes", 1024, 1 << 20]
-    text = run(*command, "--json", figures, "--plot", picture)
-    assert "algbw" in text and "busbw" in text and "wrong" in text
-    results = json.loads(figures.read_text())["results"]
-    assert {(r["dtype"], r["bytes"]) for r in results} == {
-        (dtype, size) for dtype in ("float32", "bfloat16") for size in (1024, 1 << 20)
+    text = run(*command, "-m", "benchmarks", "--quick", "--cpu", "--out", tmp_path, "collectives")
+    book = json.loads((tmp_path / "results.json").read_text())
+    kinds = {record["case"]["collective"] for record in book["results"]}
+    assert kinds == {"reduce_scatter", "all_gather", "broadcast"}
+    assert text.count("written: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nonsense"], "expected names out of all_reduce, "),
+        (["--ranks", "0"], "--ranks: expected 1 or more, got 0"),
+        (["--threshold", "0.5"], "--threshold: expected 1 or more, got 0.5"),
+        (["--results", "x.json"], "--results: needs --compare"),
+        (["--compare", f"{ROOT}/README.md"], "no results of this suite"),
+    ],
+)
+def test_wrong_options(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        suite.main(words)
+    assert said in (capsys.readouterr().err or str(ended.value))
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def record(median: float, spread: float = 0.01, unit: str = "s") -> dict[str, Any]:
+    """Of a method that takes ``median`` of its base."""
+
+    def figures(value: float) -> dict[str, Any]:
+        three = {"low": value * (1 - spread), "median": value, "high": value * (1 + spread)}
+        return {"value": three, "ratio": three, "rounds": 5}
+
+    return {
+        "benchmark": "all_reduce",
+        "case": {"size": "1 KiB", "ranks": 2},
+        "base": "bound",
+        "unit": unit,
+        "methods": {"bound": figures(1.0), "fastreduce": figures(median)},
     }
-    for result in results:
-        assert {"two_shot", "ring", "fastreduce", "gloo"} <= set(result["seconds"])
-        assert all(wrong == 0 for wrong in result["wrong"].values())
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_ddp_step(tmp_path):
-    figures = tmp_path / "figures.json"
-    models = ["digits", "resnet", "tiny", "accumulate"]
-    options = ["--batches", 2, "--micro-batches", 2, "--steps", 2, "--json", figures]
-    text = run("benchmarks.ddp_step", "--models", *models, *options)
-    assert "of gloo's" in text and "of bound's" in text and "hook alone" in text
-    results = {result["model"]: result for result in json.loads(figures.read_text())["results"]}
-    assert list(results) == models
-    base, ours = "no communication", "fastreduce"
-    for model in ["digits", "resnet"]:
-        assert set(results[model]["seconds"]) == {base, "gloo", ours, f"{ours}, recorded", "bound"}
-        assert set(results[model]["added_seconds"]) == {"gloo", ours}
-    # What the bound moves: all gradients, in float32.
-    assert sum(results["digits"]["bucket_bytes"]) == 4 * 151_306
-    assert sum(results["resnet"]["bucket_bytes"]) == 4 * 11_173_962
-    assert set(results["tiny"]["hook_seconds"]) == {base, "torch's hook", ours}
-    assert set(results["accumulate"]["added_seconds"]) == {ours, "fastreduce's shards"}
-    assert results["accumulate"]["of_plain"]["fastreduce's shards"] > 0
-    for result in results.values():
-        assert all(seconds > 0 for seconds in result["seconds"].values())
-        assert all(seconds > 0 for seconds in result["hook_seconds"].values())
+def compared(before: dict[str, Any], now: dict[str, Any], **options: Any) -> compare.Comparison:
+    old = {"format": results.FORMAT, "date": "then", "machine": {}, "results": [before]}
+    return compare.compare(old, [now], **options)
+
+
+def test_compare_finds_what_moved():
+    assert compared(record(2.0), record(2.1)).same == 1  # less than a tenth
+    assert compared(record(2.0, 0.3), record(2.5, 0.3)).same == 1  # more, but within the noise
+    [change] = compared(record(2.0), record(3.0)).slower
+    assert change.factor == 1.5 and "slower" in str(change) and "2 -> 3 of bound" in str(change)
+    found = compared(record(3.0), record(2.0))
+    assert not found.slower and "faster" in str(found.changes[0])
+    assert not compared(record(2.0), record(3.0), threshold=2).changes
+
+
+def test_compare_instructions_by_their_number():
+    """The base's, too."""
+    before, now = record(2.0, 0, "instructions"), record(2.0, 0, "instructions")
+    now["methods"]["bound"]["value"] = {"low": 1.5, "median": 1.5, "high": 1.5}
+    [change] = compared(before, now).slower
+    assert change.method == "bound" and "instructions" in str(change)
+
+
+def test_compare_names_what_only_one_has():
+    other = record(2.0)
+    other["case"]["size"] = "2 KiB"
+    assert compared(record(2.0), other).unmatched == ["all_reduce: size 2 KiB, ranks 2"]
+    with pytest.raises(ValueError, match="expected results of format"):
+        compare.compare({"format": 0}, [])
+
+
+def test_instructions_are_those_of_before(tmp_path):
+    """A busy machine leaves them as they are; another compiler or another Python does not."""
+    kept = ROOT / "benchmarks" / "results" / "instructions.json"
+    known, here = json.loads(kept.read_text())["machine"], results.machine()
+    for key in ("compiler", "python", "torch"):
+        if known[key] != here[key]:
+            pytest.skip(f"counted with {key} {known[key]}, not {here[key]}")
+    if here["instruction_set"] == "baseline":
+        pytest.skip("counted with AVX2")
+    options = ["--quick", "--cpu", "--mpiexec", "", "--out", tmp_path, "--compare", kept]
+    text = run("benchmarks", "instructions", *options, FASTREDUCE_ISA="avx2")
+    if not json.loads((tmp_path / "results.json").read_text())["results"]:
+        pytest.skip("this machine lets no process trace another")
+    assert "16 figures have not moved" in text
 
 
 def needs_hosts() -> None:
@@ -179,4 +254,5 @@ def test_convergence(tmp_path):
 
 
 def test_pytest_benchmark():
-    assert " passed" in run("pytest", "-q", "benchmarks", "-p", "no:cacheprovider")
+    """Every method of the suite runs, once."""
+    assert " passed" in run("pytest", "-q", "benchmarks", "-p", "no:cacheprovider", "-n", 0)

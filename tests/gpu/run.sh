@@ -30,9 +30,8 @@ else
 fi
 # Processes that share the GPU: what a call costs, beside NCCL where it allows that.
 timeout 120 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
-    -m benchmarks.all_reduce --sizes 8192 1048576 26214400 --dtypes float32 \
-    --json "$out/shared_gpu.json" --plot "$out/shared_gpu.png" 2>&1 |
+    -m benchmarks all_reduce --quick --out "$out/shared_gpu" 2>&1 |
     tee "$out/shared_gpu.txt" || echo "processes that share the GPU: not measured"
-"$python" -m benchmarks.gpu_kernels --json "$out/gpu_kernels.json" 2>&1 |
-    tee "$out/gpu_kernels.txt" || status=$?
+"$python" -m benchmarks buckets in_gpu --ranks 1 --out "$out/kernels" 2>&1 |
+    tee "$out/kernels.txt" || status=$?
 exit "$status"
