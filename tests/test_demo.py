@@ -1,4 +1,4 @@
-"""The command line, the demo and the example, as a user runs them."""
+"""The command line and the demo, as a user runs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fastreduce import demo
 from fastreduce.__main__ import main
 
 EPOCHS = 4
-EXAMPLES = Path(__file__).parents[1] / "examples"
 COMMAND = [sys.executable, "-m", "fastreduce", "demo", "--epochs"]
 
 
@@ -153,34 +152,6 @@ def test_failing_rank_ends_the_others(tmp_path, monkeypatch):
     with pytest.raises(ProcessRaisedException, match="ArithmeticError: as the test wants"):
         demo.run_ranks(fail_on_rank_1, 2)
     assert left_in(tmp_path) == []
-
-
-def run_example(name: str, ranks: int) -> str:
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", str(ranks), str(EXAMPLES / name)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-def test_example():
-    output = run_example("train_digits.py", 2)
-    [accuracy] = re.findall(r"^test accuracy (\S+)$", output, re.MULTILINE)
-    assert percent(accuracy) > 95
-
-
-def test_example_on_any_number_of_ranks():
-    lines = {run_example("train_digits_any_ranks.py", ranks).strip() for ranks in (1, 4)}
-    [line] = lines
-    [accuracy] = re.findall(r"^test accuracy (\S+), parameters [0-9a-f]{16}$", line)
-    assert percent(accuracy) > 90
 
 
 def test_clock_counts_overlapping_calls_once(monkeypatch):

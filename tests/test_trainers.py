@@ -3,74 +3,24 @@ them, on two ranks, each in processes of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import nothing_left, same_bits, shared_files
+from conftest import same_bits
+from scripts import TORCHRUN, run_command
 from trainers import problem
 
 from fastreduce import reference
 
 SCRIPTS = Path(__file__).parent / "trainers"
 RANKS = 2
-TIMEOUT = 120.0
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that have this text in their environment, as those that they start."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:  # ended meanwhile, or not ours
-            continue
-    return found
 
 
 def torchrun(folder: Path, *arguments: str, **environment: str) -> None:
-    """Runs it. Afterwards no process and no shared memory is left."""
-    before = shared_files()
-    mark = f"{folder}:{time.monotonic_ns()};"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(RANKS), *arguments),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env={
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "FASTREDUCE_TEST_MARK": mark,
-            **environment,
-        },
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # it ends its ranks
-        pytest.fail(f"hangs: {process.communicate(timeout=60)[0]}")
-    finally:
-        left = marked(mark)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, output
-    assert not left
-    assert nothing_left(before)
+    options = ["--standalone", "--nproc-per-node", str(RANKS)]
+    run_command([*TORCHRUN, *options, *arguments], folder, **environment)
 
 
 def results(folder: Path, name: str = "{}.pt") -> list:
