@@ -149,3 +149,9 @@ def test_slurm_and_arrays(folder, tmp_path_factory):
     assert (nodes[1], alone[1]) == ("2", "1")
     assert 70 < float(nodes[2]) < 100
     assert nodes.group(2, 3) == alone.group(2, 3)
+
+
+def test_the_table_has_every_example():
+    table = re.findall(r"^\| \[`\S+`\]\((\S+)\)", (EXAMPLES / "README.md").read_text(), re.M)
+    there = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
+    assert {"README.md", *table} == there

@@ -4,6 +4,7 @@ them, on two ranks, each in processes of its own."""
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from trainers import problem
 from fastreduce import reference
 
 SCRIPTS = Path(__file__).parent / "trainers"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 RANKS = 2
 
 
@@ -56,7 +58,9 @@ def skip_without(package: str) -> None:
 def run_with(package: str, script: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     skip_without(package)
     folder = tmp_path_factory.mktemp(package)
-    torchrun(folder, str(SCRIPTS / script), str(folder))
+    # The examples' own callback is what is tried.
+    paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    torchrun(folder, str(SCRIPTS / script), str(folder), PYTHONPATH=os.pathsep.join(paths))
     return results(folder)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from train_digits_lightning import FastReduce
 
 import fastreduce
 
@@ -56,23 +57,14 @@ class OnAnyDevice(DDPStrategy):
             super()._register_ddp_hooks()
 
 
-class Attach(pl.Callback):
-    """How to register the hook on the CPU."""
-
-    state: fastreduce.HookState
-
-    def on_fit_start(self, trainer, module):
-        self.state = fastreduce.attach(trainer.strategy.model, timeout=60)
-
-
 class Check(pl.Callback):
     """What ``state.check(optimizer)`` does, where the backward pass is within the step."""
 
-    def __init__(self, get_state) -> None:
-        self.get_state = get_state
+    def __init__(self, state: fastreduce.HookState) -> None:
+        self.state = state
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.get_state().check_synchronized()
+        self.state.check_synchronized()
 
 
 def fit(strategy: DDPStrategy, accumulate: int, *callbacks: pl.Callback) -> dict:
@@ -108,7 +100,7 @@ def official(kind: type[DDPStrategy], accumulate: int, *callbacks: pl.Callback) 
         ddp_comm_hook=fastreduce.all_reduce_hook,
     )
     if kind is OnAnyDevice:
-        callbacks = (*callbacks, Check(lambda: state))
+        callbacks = (*callbacks, Check(state))
     run = fit(strategy, accumulate, *callbacks)
     run["passes"] = state._passes
     if run["passes"]:
@@ -117,11 +109,11 @@ def official(kind: type[DDPStrategy], accumulate: int, *callbacks: pl.Callback) 
 
 
 def attached(accumulate: int) -> dict:
-    attach = Attach()
-    strategy = DDPStrategy(process_group_backend="gloo")
-    run = fit(strategy, accumulate, attach, Check(lambda: attach.state))
-    run["passes"] = attach.state._passes
-    return run  # the state is left to the end of the process
+    """By the example's callback."""
+    callback = FastReduce(timeout=60)
+    run = fit(DDPStrategy(process_group_backend="gloo"), accumulate, callback)
+    run["passes"] = callback.state._passes
+    return run
 
 
 runs = {}
