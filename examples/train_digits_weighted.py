@@ -4,7 +4,8 @@ Ranks that have different numbers of samples, of different weights, train what o
 the whole batches: prints how far apart the two end.
 
 Every rank's batch is padded to one size, as sequences are, and the loss ignores what is padding. Of
-the last batch of an epoch the last rank gets nothing else: its loss is a mean over nothing, NaN.
+an epoch's last batch the last rank gets nothing else: its loss, a mean over nothing, is NaN, and
+its weight 0.
 """
 
 import argparse

@@ -25,12 +25,12 @@ def folder(tmp_path):
     assert os.listdir(tmp_path) == ["examples"]
 
 
-def run_example(folder: Path, name: str) -> str:
+def run_example(folder: Path, name: str, *options: str) -> str:
     """By the command that its docstring begins with."""
     text = ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
     program, *words = shlex.split(text.splitlines()[0])
     assert words[-1] == f"examples/{name}"
-    return run_command([*PROGRAMS[program], *words], folder)
+    return run_command([*PROGRAMS[program], *words, *options], folder)
 
 
 def run_alone(folder: Path, name: str) -> str:
@@ -96,12 +96,15 @@ def test_lightning(folder):
     assert found["algorithm"] in ("one_shot", "two_shot")
 
 
-def test_accelerate(folder):
+def test_accelerate(folder, tmp_path_factory):
+    saved = tmp_path_factory.mktemp("saved")
     line = rf"{ACCURACY}, averaged (?P<averaged>\d+) of (?P<synchronised>\d+) steps"
-    found = line_of(line, run_example(folder, "train_digits_accelerate.py"))
+    output = run_example(folder, "train_digits_accelerate.py", "--save", str(saved))
+    found = line_of(line, output)
     check_accuracy(found)
     steps = -(-1437 // 96)  # the last one is of a single batch
     assert int(found["averaged"]) == int(found["synchronised"]) == 5 * steps
+    assert (saved / "custom_checkpoint_0.pkl").is_file()  # what Accelerate calls the state's
 
 
 SRUN = """#!/bin/bash
