@@ -232,7 +232,10 @@ PYBIND11_MODULE(_C, m) {
 
   py::register_exception<CannotShare>(m, "CannotShareError", PyExc_RuntimeError);
 
-  m.def("instruction_set", [] { return kernels().name; });
+  m.def(
+      "instruction_set", [] { return kernels().name; },
+      "Name of the instruction set that the kernels use on this processor: ``baseline``,\n"
+      "``avx2`` or ``avx512``. The environment variable FASTREDUCE_ISA names a lower one.");
   m.def("plan", &plan);
   m.attr("MAX_RANKS") = kMaxRanks;
   m.attr("MAX_BLOCKS") = kMaxBlocks;

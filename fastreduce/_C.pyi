@@ -9,10 +9,7 @@ NORM_BYTES: int
 NORM_BITS: int
 NORM_HIGHEST: int
 
-def instruction_set() -> str:
-    """Name of the instruction set that the kernels use on this processor: ``baseline``,
-    ``avx2`` or ``avx512``. The environment variable FASTREDUCE_ISA names a lower one."""
-
+def instruction_set() -> str: ...
 def plan(kind: int, dtype: int, op: int, algorithm: int, shape: int, /) -> int:
     """What stays the same in calls alike, for ``run`` and ``submit``."""
 

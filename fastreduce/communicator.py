@@ -68,7 +68,7 @@ _Promise = tuple["Future[Tensor]", Tensor, "Done | None", "Norms | None"]
 
 
 class Work(Protocol):
-    """An asynchronous call."""
+    """An asynchronous call, under way: what one with ``async_op=True`` returns."""
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Blocks until the call has completed; raises what it raised. ``timeout`` in seconds:

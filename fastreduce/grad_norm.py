@@ -18,10 +18,11 @@ Counting = bool | Literal["parameters"]
 
 @dataclass(frozen=True)
 class GradientNorm(Norm):
-    """Of the averaged gradients of one pass.
+    """The :class:`Norm` of the averaged gradients of one pass, all together.
 
     Attributes:
-        parameters: of each, by name, if that was asked for.
+        norm, largest, nonfinite: as there.
+        parameters: the norm of each, by name, if that was asked for.
     """
 
     parameters: dict[str, Norm] = field(default_factory=dict)

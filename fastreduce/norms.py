@@ -21,7 +21,7 @@ _EVERYTHING = 2**63 - 1  # elements
 
 @dataclass(frozen=True)
 class Norm:
-    """Of some elements.
+    """What has been counted of some elements.
 
     Attributes:
         norm: the square root of the sum of the squares; inf or NaN where an element is, and inf

@@ -869,6 +869,11 @@ class ParameterServer(Optimizer):
         be had when other ranks have died. :func:`merge_shards` makes of all that are left what a
         new run begins with.
 
+        Returns:
+            Beside what that needs ``pieces``: of each part of a parameter that is kept here the
+            parameter's ``index``, ``begin`` and ``end`` in its elements, ``weights``, and the
+            optimizer's ``state``, copied.
+
         Raises:
             RuntimeError: a step has failed within the update itself.
         """

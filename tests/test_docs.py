@@ -1,5 +1,5 @@
 """What the pages say holds: their code runs, the options of their commands exist, their links lead
-somewhere, and what they quote or name is in the sources.
+somewhere, and what they quote or name is in the sources. And ``help()`` tells of every public name.
 
 In a page, a comment ``<!-- test`` up to ``-->`` is code that readers do not see: it prepares what
 the blocks after it need, or checks what those before it, or the text, claim. A block of Python is
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import inspect
 import io
 import os
 import re
@@ -18,16 +19,17 @@ import runpy
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import test_protocols
 
 import fastreduce
-from fastreduce import errors
+from fastreduce import _C, errors
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -168,8 +170,8 @@ def test_broken_code_is_noticed(ranks, tmp_path):
 
 # Programs whose options are not ours.
 FOREIGN = (
-    *("export", "cd", "pip", "pytest", "ruff", "mypy", "clang-format", "taskset", "nvidia-smi"),
-    "sbatch",
+    *("export", "cd", "pip", "pytest", "ruff", "mypy", "clang-format"),
+    *("taskset", "nvidia-smi", "sbatch"),
 )
 
 
@@ -345,6 +347,33 @@ def test_every_exception_is_told_of():
     ]
     assert set(headings) >= set(exported) and len(headings) == len(set(headings))
     assert all(hasattr(fastreduce, name) for name in exported)
+
+
+def undocumented(names: Mapping[str, Any]) -> Iterator[str]:
+    """What ``help()`` has nothing to say about, but for the signature that pybind11 begins with;
+    of classes also the public methods and properties."""
+    for name, value in names.items():
+        if not re.sub(r"\A\w+\(.*\) -> \w+\s*", "", inspect.getdoc(value) or ""):
+            yield name
+        if isinstance(value, type):
+            public = {key: each for key, each in vars(value).items() if not key.startswith("_")}
+            kinds = (FunctionType, property, classmethod, staticmethod)
+            members = {key: each for key, each in public.items() if isinstance(each, kinds)}
+            yield from (f"{name}.{each}" for each in undocumented(members))
+
+
+def test_public_names_have_docstrings():
+    names = {name: getattr(fastreduce, name) for name in fastreduce.__all__}
+    assert list(undocumented(names)) == []
+
+
+class Silent:
+    def method(self) -> None: ...
+
+
+def test_missing_docstrings_are_noticed():
+    found = undocumented({"Silent": Silent, "plan": _C.plan})
+    assert list(found) == ["Silent", "Silent.method", "plan"]
 
 
 def absent_names(text: str) -> Iterator[str]:
