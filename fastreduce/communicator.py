@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -826,43 +826,73 @@ class Communicator:
         """
         return self._gpu_on(_cuda_device(device)) is not None
 
-    def tune(self, device: torch.device | str | int, *, sizes: Sequence[int] | None = None) -> None:
-        """Measures which algorithm is the fastest for which size between these GPUs, and uses and
-        remembers that: in a file of this machine's (see :mod:`fastreduce.tuning`).
+    def tune(
+        self,
+        device: torch.device | str | int,
+        *,
+        sizes: Sequence[int] | None = None,
+        remember: bool = True,
+        progress: Callable[[int], object] | None = None,
+    ) -> tuning.Times:
+        """Measures which algorithm is the fastest for which size between these ranks, or their
+        GPUs, and uses that from now on: results do not depend on it, but for GPUs where
+        ``multimem`` or NCCL sum. Remembers it in a file of this machine's (see
+        :mod:`fastreduce.tuning`), for later communicators. Collective; takes some seconds.
 
-        Collective; takes some seconds. ``sizes``: bytes, ascending; what was measured of other
-        sizes than the usual ones is used, but not remembered.
+        Args:
+            device: ``cpu``, or the rank's GPU.
+            sizes: bytes, ascending, multiples of 16. What was measured of other sizes than the
+                usual ones is not remembered.
+            remember: False to use it in this communicator only.
+            progress: called with each size, once it has been measured.
+
+        Returns:
+            Algorithm -> bytes -> seconds, of the slowest rank; medians, the same on all ranks.
 
         Raises:
-            RuntimeError: CUDA tensors on ``device`` go through the process group.
+            ValueError: of ``sizes``.
+            RuntimeError: there is one rank, or tensors on ``device`` go through the process group.
         """
-        place = _cuda_device(device)
-        gpu = self._gpu_on(place)
-        if gpu is None:
+        on_host = not isinstance(device, int) and torch.device(device).type == "cpu"
+        place = CPU if on_host else _cuda_device(device)
+        usual = tuning.HOST_SIZES if on_host else tuning.GPU_SIZES
+        sizes = usual if sizes is None else tuple(sizes)
+        if not sizes or any(size < 16 or size % 16 for size in sizes):
+            raise ValueError(f"sizes: expected multiples of 16 bytes, got {list(sizes)}")
+        if self.world_size == 1:
+            raise RuntimeError("tune: expected 2 ranks or more, got 1")
+        gpu = None if on_host else self._gpu_on(place)
+        if (self._core if on_host else gpu) is None:
             raise RuntimeError(f"tune: tensors on {place} go through the process group")
-
-        def run(algorithm: str, tensor: Tensor) -> None:
-            if algorithm == "process_group":
-                self._group.all_reduce(tensor, "sum", False, 1.0)
-            else:
-                gpu.all_reduce(tensor, "sum", algorithm, 1.0, _checksum(tensor.shape))
-
-        sizes = tuple(sizes or tuning.SIZES)
-        buffer = gpu.empty((max(sizes),), torch.uint8)
-        times = tuning.measure(run, buffer, self.world_size, gpu.topology, sizes)
+        if gpu is None:
+            topology: policy.Topology | policy.GpuTopology = self.topology
+            machine, rounds = tuning.host(self.topology), tuning.HOST_ROUNDS
+            timed = tuning.on_host(
+                lambda name, tensor: self.all_reduce(tensor, "sum", cast(Algorithm, name)),
+                self.barrier,
+                max(sizes),
+            )
+            buffer = self._allocate(max(sizes), torch.uint8)
+        else:
+            topology, machine, rounds = gpu.topology, self._machine(place), tuning.GPU_ROUNDS
+            timed = tuning.on_gpu(functools.partial(self._reduce_on_gpu, gpu))
+            buffer = gpu.empty((max(sizes),), torch.uint8)
+        calls = tuning.measure(timed, buffer, self.world_size, topology, sizes, rounds, progress)
         # The slowest rank counts, and all decide alike.
-        every = self._group.all_gather_object(times)
-        worst = {
-            name: {size: max(each[name][size] for each in every) for size in times[name]}
-            for name in times
-        }
-        limits = policy.limits_of(worst)
-        gpu.topology = replace(gpu.topology, limits=limits)
-        if self.rank == 0 and sizes == tuning.SIZES:
+        times = tuning.slowest(self._group.all_gather_object(calls))
+        limits = policy.limits_of(times)
+        if gpu is None:
+            self.topology = replace(self.topology, limits=limits)
+            self._plans.clear()
+            self._norm_plans.clear()
+        else:
+            gpu.topology = replace(gpu.topology, limits=limits)
+        if remember and self.rank == 0 and sizes == usual:
             try:
-                tuning.remember(self._machine(place), limits)
+                tuning.remember(machine, limits)
             except (OSError, RuntimeError) as error:  # no room, no right, no home
                 self._say(f"tune: what was measured is not remembered: {error}")
+        return times
 
     # -- lifetime -----------------------------------------------------------------------------
 
@@ -1102,11 +1132,18 @@ class Communicator:
             self._say(f"CUDA tensors go through the process group, because {reason}")
         return gpu
 
+    def _reduce_on_gpu(self, gpu: cuda.CudaTransport, algorithm: str, tensor: Tensor) -> None:
+        """By any algorithm, the process group's too."""
+        if algorithm == "process_group":
+            self._group.all_reduce(tensor, "sum", False, 1.0)
+        else:
+            gpu.all_reduce(tensor, "sum", algorithm, 1.0, _checksum(tensor.shape))
+
     def _machine(self, device: torch.device) -> str:
-        """See :func:`fastreduce.tuning.machine`; "" where there is none to measure."""
+        """See :func:`fastreduce.tuning.gpus`; "" where there is none to measure."""
         if cuda.problem():
             return ""
-        return tuning.machine(self.world_size, torch.cuda.get_device_name(device))
+        return tuning.gpus(self.world_size, torch.cuda.get_device_name(device))
 
     def _gpu_algorithm(
         self,

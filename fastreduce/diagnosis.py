@@ -103,8 +103,12 @@ def remedy(reason: str) -> str:
 # -- paths ----------------------------------------------------------------------------------------
 
 
+def _limits(topology: Facts) -> policy.Limits:
+    return tuple((name, limit) for name, limit in topology["limits"])
+
+
 def host_topology(check: Facts) -> policy.Topology:
-    return policy.Topology(**check["host"])
+    return policy.Topology(**{**check["host"], "limits": _limits(check["host"])})
 
 
 def gpu_topology(check: Facts) -> policy.GpuTopology | None:
@@ -112,8 +116,7 @@ def gpu_topology(check: Facts) -> policy.GpuTopology | None:
     found = check["gpus"]
     if found is None:
         return None
-    limits = tuple((name, limit) for name, limit in found["limits"])
-    return policy.GpuTopology(**{**found, "limits": limits})
+    return policy.GpuTopology(**{**found, "limits": _limits(found)})
 
 
 def expected_topology(gpus: Facts) -> policy.GpuTopology | None:
@@ -128,7 +131,7 @@ def expected_topology(gpus: Facts) -> policy.GpuTopology | None:
         pair_bandwidth=min(each["bandwidth"] for each in pairs),
         world_size=len(devices),
         multicast=all(each["multicast"] for each in devices),
-        limits=tuning.recall(tuning.machine(len(devices), devices[0]["name"])),
+        limits=tuning.recall(tuning.gpus(len(devices), devices[0]["name"])),
     )
 
 
@@ -158,9 +161,10 @@ def _because(check: Facts, what: str) -> str:
 
 
 def _paths_of_host(topology: policy.Topology, world_size: int, reason: str) -> list[Path]:
+    found = "measured by tune" if topology.limits else "the fastest, it is expected (tune measures)"
     why = {
-        "one_shot": "the fastest here: one flag, and every rank reads all slots",
-        "two_shot": "the fastest here: every byte is read once and written once",
+        "one_shot": f"{found}: one flag, and every rank reads all slots",
+        "two_shot": f"{found}: every byte is read once and written once",
         "process_group": reason,
     }
     return [

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastreduce import _C, cuda, policy, rendezvous
+from fastreduce import _C, cuda, policy, rendezvous, tuning
 
 # Limits from here on are none: version 1 of control groups has a number for that.
 _NO_LIMIT = 1 << 60
@@ -278,7 +278,7 @@ def _limit(what: int) -> int | None:
 
 
 def cpu_of(root: Path = Path("/")) -> Cpu:
-    info = dict(re.findall(r"^(model name|flags)\s*:\s*(.*)$", _text(root / "proc/cpuinfo"), re.M))
+    flags = re.search(r"^flags\s*:(.*)$", _text(root / "proc/cpuinfo"), re.M)
     quotas = []
     for group in _groups(root, "cpu"):
         share = _text(group / "cpu.max").split()
@@ -295,7 +295,7 @@ def cpu_of(root: Path = Path("/")) -> Cpu:
         and (size := _number(_text(folder / "size"))) is not None
     ]
     return Cpu(
-        model=info.get("model name", platform.machine()),
+        model=tuning.processor(root),
         online=len(_list(_text(system / "cpu/online"))) or (os.cpu_count() or 1),
         usable=usable,
         quota=min(quotas, default=None),
@@ -304,7 +304,7 @@ def cpu_of(root: Path = Path("/")) -> Cpu:
             for folder in sorted((system / "node").glob("node[0-9]*"))
         },
         caches=caches,
-        wide=[name for name in ("avx2", "avx512bw") if name in info.get("flags", "").split()],
+        wide=[name for name in ("avx2", "avx512bw") if flags and name in flags[1].split()],
         instruction_set=_C.instruction_set(),
     )
 

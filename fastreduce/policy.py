@@ -5,8 +5,10 @@ Everything here is pure: the same arguments give the same answer on every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, permutations
 from typing import Literal
 
 KIB = 1 << 10
@@ -19,6 +21,10 @@ STAGE_BYTES = 1024 * KIB
 # Calls from this size on are moved by all threads of a rank.
 THREADED_BYTES = 1024 * KIB
 
+# Algorithm -> the largest message, in bytes, that it is the fastest for, in ascending order, None
+# for the last; empty where nothing was measured.
+Limits = tuple[tuple[str, int | None], ...]
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -28,11 +34,13 @@ class Topology:
         shared_memory: all ranks can map each other's memory.
         cores: processor cores that the ranks of the host may use together.
         ranks: ranks of the group on this host.
+        limits: measured by ``tune``; rank 0's.
     """
 
     shared_memory: bool
     cores: int
     ranks: int
+    limits: Limits = ()
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,7 @@ class GpuTopology:
         signal: seconds from a store until the peer that polls has seen it.
         memory: of one GPU's own memory, bytes/s.
         hosts: that the ranks run on.
-        limits: measured by ``tune``: algorithm -> the largest message, in bytes, that it is the
-            fastest for, in ascending order, None for the last; empty where nothing was measured.
+        limits: measured by ``tune``; rank 0's.
     """
 
     link: Link
@@ -75,7 +82,7 @@ class GpuTopology:
     signal: float = 1.0e-6
     memory: float = 3.0e12
     hosts: int = 1
-    limits: tuple[tuple[str, int | None], ...] = ()
+    limits: Limits = ()
 
 
 # Of a launch within a graph, before anything moves and after the last has: an estimate.
@@ -146,9 +153,13 @@ def reaches_all(topology: GpuTopology) -> bool:
 
 
 def candidates(
-    nbytes: int, world_size: int, topology: GpuTopology, *, deterministic: bool = False
+    nbytes: int, world_size: int, topology: Topology | GpuTopology, *, deterministic: bool = False
 ) -> list[str]:
     """The algorithms that can do an all-reduce, in ascending order of the messages they are for."""
+    if isinstance(topology, Topology):
+        if not topology.shared_memory:
+            return ["process_group"]
+        return ["one_shot", "two_shot"] if nbytes <= SLOT_BYTES else ["two_shot"]
     if not reaches_all(topology):
         return ["process_group"]
     able = []
@@ -194,9 +205,7 @@ def choose_algorithm(
     return min(able, key=lambda each: expected_seconds(each, nbytes, world_size, topology))
 
 
-def crossovers(
-    world_size: int, topology: Topology | GpuTopology, largest: int = 1 << 30
-) -> tuple[tuple[str, int | None], ...]:
+def crossovers(world_size: int, topology: Topology | GpuTopology, largest: int = 1 << 30) -> Limits:
     """What ``choose_algorithm`` gives for messages of multiples of 16 bytes: algorithm, and the
     last size up to which it is taken; None for the one from there to ``largest``. (One that is
     taken for less than a doubling of the size may be missed.)"""
@@ -220,28 +229,30 @@ def crossovers(
     return (*found, (choice(largest), None))
 
 
-def limits_of(times: Mapping[str, Mapping[int, float]]) -> tuple[tuple[str, int | None], ...]:
-    """``GpuTopology.limits`` out of measured times: algorithm -> bytes -> seconds.
+def limits_of(times: Mapping[str, Mapping[int, float]]) -> Limits:
+    """What measured times come to: algorithm -> bytes -> seconds.
 
-    An algorithm counts up to the largest size at which it is the fastest; in between, one that is
-    beaten once more by an earlier one stays chosen (a measurement is no smooth curve).
+    Each algorithm takes one range of the sizes, or none, in whatever order, so that the product of
+    all times is the least: a measurement is no smooth curve, and one size in which an algorithm is
+    beaten by a little does not end its range.
     """
     sizes = sorted({size for each in times.values() for size in each})
-    fastest = [
-        min((name for name in times if size in times[name]), key=lambda name: times[name][size])
-        for size in sizes
-    ]
-    limits: list[tuple[str, int | None]] = []
-    for name, size in zip(fastest, sizes, strict=True):
-        known = [i for i, (each, _) in enumerate(limits) if each == name]
-        if known:
-            del limits[known[0] + 1 :]
-            limits[known[0]] = (name, size)
-        else:
-            limits.append((name, size))
-    if limits:
-        limits[-1] = (limits[-1][0], None)
-    return tuple(limits)
+    if not sizes:
+        return ()
+
+    def share(order: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
+        """The product's logarithm, and who takes each size, if they follow in this order."""
+        ways: list[tuple[float, tuple[str, ...]]] = [(0.0, ())] * len(order)
+        for size in sizes:
+            ways = [
+                (total + math.log(times[name].get(size, math.inf)), (*taken, name))
+                # Each goes on with its own sizes, or after an earlier one's.
+                for (total, taken), name in zip(accumulate(ways, min), order, strict=True)
+            ]
+        return min(ways)
+
+    _, taken = min(map(share, permutations(times)))
+    return tuple({**dict(zip(taken, sizes, strict=True)), taken[-1]: None}.items())
 
 
 def topology_of(
@@ -250,7 +261,7 @@ def topology_of(
     world_size: int,
     multicast: bool,
     hosts: int = 1,
-    limits: tuple[tuple[str, int | None], ...] = (),
+    limits: Limits = (),
 ) -> GpuTopology:
     """What GPUs are connected by, as told by how fast each reads its neighbour's memory while all
     do, in bytes/s. Through a switch one pair has the whole of both GPUs' links (A100: 300e9, H100:
@@ -276,13 +287,17 @@ def blocks(algorithm: str, nbytes: int, world_size: int, most: int) -> int:
 
 
 def one_shot_limit(world_size: int, topology: Topology) -> int:
-    """The largest number of bytes for which one_shot is the faster one.
+    """The largest number of bytes for which one_shot is the faster one, at most ``SLOT_BYTES``.
 
-    A one-shot call copies into a slot and every rank reads every slot; a two-shot call splits
+    What ``tune`` has measured, if it has; 1 KiB at least, as it measures no smaller ones. Else: a
+    one-shot call copies into a slot and every rank reads every slot; a two-shot call splits
     the work, for one more flag. Measured (2 cores): 8 KiB for 2 ranks; 64 KiB for 4 ranks,
     which share the cores, so that a flag costs a change of process. Above 2 ranks with a core
     each the value is an estimate: the work that is split grows with the ranks.
     """
+    if topology.limits:
+        limit = dict(topology.limits).get("one_shot", 0)
+        return SLOT_BYTES if limit is None else min(max(limit, KIB), SLOT_BYTES)
     if topology.ranks > topology.cores:
         return 64 * KIB
     return 8 * KIB if world_size <= 4 else 4 * KIB

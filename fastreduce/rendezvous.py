@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastreduce import _C, policy
+from fastreduce import _C, policy, tuning
 from fastreduce.cuda import CudaTransport, SymmetricMemory, allocate, first_reason, problem
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def share_memory(
     first_epoch: int,
 ) -> tuple[_C.HostCommunicator | None, policy.Topology, str]:
     """Collective: the shared-memory core, or None and the reason, the same on all ranks; and what
-    the ranks run on."""
+    the ranks run on, with what ``tune`` has measured there."""
     listener: _C.Listener | None = None
     problem = ""
     try:
@@ -131,7 +131,10 @@ def share_memory(
         )
     except _C.CannotShareError as error:
         problem = f"rank {rank} could not share memory: {error}"
-    problems = group.all_gather_object(problem)
+    # Files of ranks may differ: all take what rank 0 knows.
+    known = tuning.recall(tuning.host(topology)) if rank == 0 else ()
+    problems, limits = zip(*group.all_gather_object((problem, known)), strict=True)
+    topology = replace(topology, limits=limits[0])
     # A rank that waited for another has a worse reason than the one that was waited for.
     first = min(
         (p for p in problems if p),
@@ -156,7 +159,7 @@ class _Gpu:
     processes: str
     process: int
     blocks: int
-    limits: tuple[tuple[str, int | None], ...]
+    limits: policy.Limits
 
 
 class _Refused(Exception):
@@ -169,7 +172,7 @@ def connect_gpus(
     rank: int,
     device: torch.device,
     timeout: timedelta,
-    limits: tuple[tuple[str, int | None], ...],
+    limits: policy.Limits,
     first_epoch: int = 0,
 ) -> tuple[CudaTransport | None, str]:
     """Collective: the ranks' GPUs, or None and the reason, the same on all ranks.
@@ -200,7 +203,7 @@ def connect_gpus(
     return transport, ""
 
 
-def describe_gpu(device: torch.device, limits: tuple[tuple[str, int | None], ...]) -> _Gpu:
+def describe_gpu(device: torch.device, limits: policy.Limits) -> _Gpu:
     """Raises RuntimeError where the kernels cannot run."""
     if reason := problem():
         raise RuntimeError(reason)

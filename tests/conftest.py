@@ -296,6 +296,8 @@ def objects(request: pytest.FixtureRequest) -> Path:
 def pytest_configure(config: pytest.Config) -> None:
     run = getattr(config, "workerinput", {}).get("objects")
     config.stash[OBJECTS] = Path(run or tempfile.mkdtemp(prefix="fastreduce-objects-"))
+    # What `tune` has remembered of this machine is not what the tests are about.
+    os.environ["XDG_CACHE_HOME"] = str(config.stash[OBJECTS] / "cache")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -516,6 +516,11 @@ def test_why_not_a_faster_path():
     measured = changed("check.gpus.limits", [["two_shot", 4096], ["one_shot", None]])
     assert named([measured])[2:4] == [("cuda", 4096, "two_shot"), ("cuda", 524288, "one_shot")]
     assert "measured" in diagnosis.paths([measured])[2].why
+    host = [each for each in diagnosis.paths([healthy()]) if each.device == "cpu"]
+    assert all("expected (tune measures)" in each.why for each in host) and len(host) == 2
+    measured = changed("check.host.limits", [["one_shot", 65536], ["two_shot", None]])
+    assert named([measured])[:2] == [("cpu", 65536, "one_shot"), ("cpu", None, "two_shot")]
+    assert all("measured by tune" in each.why for each in diagnosis.paths([measured])[:2])
 
 
 def test_paths_of_ranks_that_cannot_share():
@@ -692,7 +697,12 @@ def test_alone():
     [rank] = report["ranks"]
     cores = len(os.sched_getaffinity(0))
     assert rank["check"]["error"] == "" and rank["check"]["said"] == []
-    assert rank["check"]["host"] == {"shared_memory": True, "cores": cores, "ranks": 2}
+    assert rank["check"]["host"] == {
+        "shared_memory": True,
+        "cores": cores,
+        "ranks": 2,
+        "limits": [],
+    }
     assert rank["machine"]["cpu"]["instruction_set"] == "baseline"
     assert rank["machine"]["build"]["targets"] or not importlib.util.find_spec("fastreduce._cuda")
     slowed = any("FASTREDUCE_ISA" in each["what"] for each in report["findings"])

@@ -38,6 +38,8 @@ def test_choose_algorithm(cores, ranks, nbytes, algorithm):
         Topology(True, 64, 8),
         Topology(True, 2, 8),
         Topology(False, 0, 8),
+        Topology(True, 64, 8, limits=(("one_shot", 48 * KIB), ("two_shot", None))),
+        Topology(True, 64, 8, limits=(("one_shot", None),)),
         GpuTopology("switch", multicast=True),
         GpuTopology("mesh", bandwidth=300e9),
         GpuTopology("pcie", bandwidth=20e9, signal=2e-6),
@@ -63,6 +65,29 @@ def test_a_slot_holds_what_one_shot_is_chosen_for():
         for ranks in range(1, 65):
             limit = policy.one_shot_limit(ranks, Topology(True, cores, ranks))
             assert limit <= policy.SLOT_BYTES
+
+
+@pytest.mark.parametrize(
+    "limits, limit",
+    [
+        ((("one_shot", 32 * KIB), ("two_shot", None)), 32 * KIB),
+        ((("two_shot", None),), KIB),  # what is smaller was not measured
+        ((("one_shot", None),), policy.SLOT_BYTES),
+        ((("one_shot", MIB), ("two_shot", None)), policy.SLOT_BYTES),  # somebody's own file
+        ((("multimem", -1),), KIB),
+    ],
+)
+def test_measured_limits_of_the_host(limits, limit):
+    topology = Topology(True, 64, 8, limits=limits)
+    assert policy.one_shot_limit(8, topology) == limit
+    assert policy.choose_algorithm(limit, 8, topology) == "one_shot"
+    assert policy.choose_algorithm(limit + 1, 8, topology) == "two_shot"
+
+
+def test_candidates_of_the_host():
+    assert policy.candidates(policy.SLOT_BYTES, 2, Topology(True, 2, 2)) == ["one_shot", "two_shot"]
+    assert policy.candidates(policy.SLOT_BYTES + 16, 2, Topology(True, 2, 2)) == ["two_shot"]
+    assert policy.candidates(16, 2, Topology(False, 0, 2)) == ["process_group"]
 
 
 def test_without_shared_memory():
@@ -218,9 +243,12 @@ def test_limits_of_measured_times():
         "process_group": {1: 9.0, 2: 9.0, 4: 9.0, 8: 9.5, 16: 15.0},
     }
     assert policy.limits_of(times) == (("low_latency", 2), ("two_shot", 8), ("process_group", None))
-    times["low_latency"][8] = 6.5  # beaten once in between: stays
+    times["low_latency"] |= {4: 7.0, 8: 5.0}  # beaten once in between: stays
+    assert policy.limits_of(times) == (("low_latency", 8), ("process_group", None))
+    times["two_shot"][2] = 3.5  # so does what is beaten before
     assert policy.limits_of(times) == (("low_latency", 8), ("process_group", None))
     assert policy.limits_of({}) == ()
+    assert policy.limits_of({"b": {1: 2.0, 2: 1.0}, "a": {1: 3.0}}) == (("b", None),)
     for nbytes, name in [(1, "low_latency"), (7, "low_latency"), (9, "process_group")]:
         topology = GpuTopology("switch", limits=policy.limits_of(times))
         assert policy.choose_algorithm(nbytes, 2, topology) == name

@@ -1,10 +1,19 @@
-"""Measured crossovers: taking turns, and the file that remembers them."""
+"""Measured crossovers: taking turns, the file that remembers them, and who uses them."""
 
 from __future__ import annotations
 
-import torch
+import json
+import os
+import re
+from pathlib import Path
 
-from fastreduce import policy, tuning
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastreduce
+from fastreduce import policy, rendezvous, tuning
+from fastreduce.policy import KIB
 
 
 class Event:
@@ -40,14 +49,42 @@ def test_measure_takes_medians_in_turns(monkeypatch):
 
     topology = policy.GpuTopology("switch")
     buffer = torch.ones(policy.MIB, dtype=torch.uint8)
-    times = tuning.measure(run, buffer, 8, topology, [policy.KIB, policy.MIB])
-    assert times == {
+    sizes, seen = [policy.KIB, policy.MIB], []
+    timed = tuning.on_gpu(run)
+    found = tuning.measure(timed, buffer, 8, topology, sizes, tuning.GPU_ROUNDS, seen.append)
+    assert seen == sizes
+    assert tuning.slowest([found]) == {
         "low_latency": {1024: 1e-3},
         "one_shot": {1024: 2e-3},
         "two_shot": {1024: 3e-3, 1 << 20: 3e-3},
         "process_group": {1024: 4e-3, 1 << 20: 4e-3},
     }
-    assert [name for name, _ in calls[:5]] == [*times, "low_latency"]
+    assert [name for name, _ in calls[:5]] == [*found, "low_latency"]
+    assert len(calls) == (4 + 2) * (tuning.GPU_ROUNDS + tuning.GPU_ROUNDS // 5)
+
+
+def test_calls_on_the_host_begin_together_with_fresh_numbers(monkeypatch):
+    clock, calls, done = iter(range(1000)), [], []
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: float(next(clock)))
+
+    def run(name: str, tensor: torch.Tensor) -> None:
+        assert calls.pop() == "meet"
+        done.append((name, tensor.clone()))
+        tensor.mul_(2)
+
+    timed = tuning.on_host(run, lambda: calls.append("meet"), 2048)
+    buffer = torch.empty(2048, dtype=torch.uint8)
+    topology = policy.Topology(True, 2, 2)
+    found = tuning.measure(timed, buffer, 2, topology, [1024, 2048], 5)
+    assert found == {name: {1024: [1.0] * 5, 2048: [1.0] * 5} for name in ("one_shot", "two_shot")}
+    assert [name for name, _ in done[:3]] == ["one_shot", "two_shot", "one_shot"]
+    assert all(torch.equal(numbers, done[0][1]) for _, numbers in done[:12])
+
+
+def test_the_slowest_rank_of_each_call_counts():
+    first = {"one_shot": {1024: [1.0, 1.0, 5.0, 1.0, 1.0]}}
+    second = {"one_shot": {1024: [3.0, 2.0, 1.0, 4.0, 1.0]}}
+    assert tuning.slowest([first, second]) == {"one_shot": {1024: 3.0}}
 
 
 def test_what_was_measured_is_remembered_by_machine(monkeypatch, tmp_path):
@@ -56,6 +93,9 @@ def test_what_was_measured_is_remembered_by_machine(monkeypatch, tmp_path):
     limits = (("low_latency", 65536), ("multimem", None))
     tuning.remember("8 x H100", limits)
     tuning.remember("2 x L4", (("two_shot", None),))
+    tuning.remember("9 x L4", (("two_shot", None),))
+    tuning.remember("9 x L4", ())
+    assert "9 x L4" not in tuning.file().read_text()
     assert tuning.recall("8 x H100") == limits
     assert tuning.recall("2 x L4") == (("two_shot", None),)
     assert tuning.recall("4 x H100") == ()
@@ -79,3 +119,114 @@ def test_a_file_that_is_no_good_is_as_none(monkeypatch, tmp_path):
         assert tuning.recall("8 x H100") == ()
     tuning.remember("8 x H100", (("two_shot", None),))
     assert tuning.recall("8 x H100") == (("two_shot", None),)
+
+
+def test_the_processor_is_named(tmp_path):
+    (tmp_path / "proc").mkdir()
+    place = tmp_path / "proc/cpuinfo"
+    place.write_text("processor\t: 0\nmodel name\t: A CPU @ 2 GHz \n\nprocessor\t: 1\n")
+    assert tuning.processor(tmp_path) == "A CPU @ 2 GHz"
+    place.write_text("processor\t: 0\nBogoMIPS\t: 50\n\nmodel name : no longer the first\n")
+    assert tuning.processor(tmp_path) == os.uname().machine
+
+
+# -- between ranks --------------------------------------------------------------------------------
+
+
+def use_file_of_own(folder: Path) -> Path:
+    """On a rank: what it remembers is not what the others do. Its file."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"rank {dist.get_rank()}")
+    return tuning.file()
+
+
+def tune(folder: Path) -> tuple[dict, policy.Topology, str, dict | None]:
+    """Measures little, for it is not about the times. What is then known."""
+    place = use_file_of_own(folder)
+    tuning.HOST_SIZES, tuning.HOST_ROUNDS = (KIB, 16 * KIB), 5
+    with fastreduce.Communicator(timeout=60) as communicator:
+        tensor = torch.arange(KIB) * 0.1 * (communicator.rank + 1)
+        before = communicator.topology
+        summed = tensor.clone()
+        communicator.all_reduce(summed)
+        communicator.tune("cpu", remember=False)
+        assert communicator.topology.limits and not place.exists()
+        with pytest.raises(ValueError, match=r"sizes: expected multiples of 16 bytes, got \[8\]"):
+            communicator.tune("cpu", sizes=[8])
+        communicator.tune("cpu", sizes=[512 * KIB])
+        assert communicator.topology.limits == (("two_shot", None),) and not place.exists()
+        # What has been planned is planned anew, and has the same bits.
+        assert communicator.algorithm(tensor) == "two_shot"
+        again = tensor.clone()
+        communicator.all_reduce(again)
+        assert torch.equal(again, summed)
+        _, _, two_shot = communicator._plans[tensor.dtype, tensor.shape, "mean", "auto"]
+        assert two_shot
+        seen: list[int] = []
+        times = communicator.tune("cpu", progress=seen.append)
+        assert seen == [KIB, 16 * KIB]
+    with fastreduce.Communicator(timeout=60) as later:
+        assert later.topology == communicator.topology != before
+    written = json.loads(place.read_text()) if place.exists() else None
+    return times, later.topology, tuning.host(before), written
+
+
+def test_ranks_measure_and_remember(ranks, tmp_path):
+    first, second = ranks(2).run(tune, tmp_path)
+    times, topology, machine, written = first
+    assert second == (times, topology, machine, None)
+    assert re.fullmatch(rf"2 ranks on {len(os.sched_getaffinity(0))} cores of .+", machine)
+    assert {name: list(each) for name, each in times.items()} == {
+        "one_shot": [KIB, 16 * KIB],
+        "two_shot": [KIB, 16 * KIB],
+    }
+    assert topology.limits == policy.limits_of(times)
+    assert written == {machine: [list(each) for each in topology.limits]}
+
+
+def choose(folder: Path, size: int) -> tuple[policy.Topology, str]:
+    """With a file of this rank's own, in which only its number decides."""
+    use_file_of_own(folder)
+    cores = len(os.sched_getaffinity(0))
+    machine = tuning.host(policy.Topology(True, cores, dist.get_world_size()))
+    limits = (("one_shot", (32 if dist.get_rank() == 0 else 4) * KIB), ("two_shot", None))
+    tuning.remember(machine, limits)
+    with fastreduce.Communicator(timeout=60) as communicator:
+        tensor = torch.full((size // 4,), 1.0 + communicator.rank)
+        name = communicator.algorithm(tensor)
+        communicator.all_reduce(tensor, "sum")  # ranks that chose differently would not agree
+        assert tensor.eq(3).all()
+        return communicator.topology, name
+
+
+def test_rank_0s_file_counts(ranks, tmp_path):
+    group = ranks(2)
+    first, second = group.run(choose, tmp_path, 16 * KIB)
+    assert first == second
+    assert first[0].limits == (("one_shot", 32 * KIB), ("two_shot", None))
+    assert first[1] == "one_shot"
+    assert [name for _, name in group.run(choose, tmp_path, 33 * KIB)] == ["two_shot"] * 2
+
+
+def refuse(folder: Path) -> None:
+    use_file_of_own(folder)
+    with fastreduce.Communicator(timeout=60) as communicator:
+        if communicator.world_size == 1:
+            reason = "tune: expected 2 ranks or more, got 1"
+        else:
+            reason = "tune: tensors on cpu go through the process group"
+        with pytest.raises(RuntimeError, match=reason):
+            communicator.tune("cpu")
+
+
+def refuse_apart(folder: Path) -> None:
+    boot = rendezvous._boot_id
+    rendezvous._boot_id = lambda: f"host {dist.get_rank()}"
+    try:
+        refuse(folder)
+    finally:
+        rendezvous._boot_id = boot
+
+
+def test_what_cannot_be_tuned(ranks, tmp_path):
+    ranks(1).run(refuse, tmp_path)
+    ranks(2).run(refuse_apart, tmp_path)
