@@ -52,6 +52,7 @@ from benchmarks.convergence_variants import FORMATS, LONG, NAMES, VARIANTS, Vari
 from benchmarks.ranks import join_group
 from benchmarks.results import machine
 from fastreduce import demo  # also imports what must come before a group
+from fastreduce.ranks import run_ranks
 
 RESULTS = Path(__file__).with_name("results") / "convergence"
 DIGITS_EPOCHS = 15
@@ -267,7 +268,7 @@ def main(argv: list[str] | None = None) -> Book:
         keys = missing(Book(path, settings), ranks, arguments)
         if keys:
             with tempfile.TemporaryDirectory(prefix="fastreduce-benchmark-") as folder:
-                demo.run_ranks(rank_main, ranks, ranks, folder, arguments.steps, keys, path)
+                run_ranks(rank_main, ranks, ranks, folder, arguments.steps, keys, path)
     book = Book(path, settings)
     text = table(book)
     print(text, end="")

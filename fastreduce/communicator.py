@@ -864,9 +864,9 @@ class Communicator:
         gpu = None if on_host else self._gpu_on(place)
         if (self._core if on_host else gpu) is None:
             raise RuntimeError(f"tune: tensors on {place} go through the process group")
+        topology, machine = self._topology_on(place), self._machine(place)
         if gpu is None:
-            topology: policy.Topology | policy.GpuTopology = self.topology
-            machine, rounds = tuning.host(self.topology), tuning.HOST_ROUNDS
+            rounds = tuning.HOST_ROUNDS
             timed = tuning.on_host(
                 lambda name, tensor: self.all_reduce(tensor, "sum", cast(Algorithm, name)),
                 self.barrier,
@@ -874,7 +874,7 @@ class Communicator:
             )
             buffer = self._allocate(max(sizes), torch.uint8)
         else:
-            topology, machine, rounds = gpu.topology, self._machine(place), tuning.GPU_ROUNDS
+            rounds = tuning.GPU_ROUNDS
             timed = tuning.on_gpu(functools.partial(self._reduce_on_gpu, gpu))
             buffer = gpu.empty((max(sizes),), torch.uint8)
         calls = tuning.measure(timed, buffer, self.world_size, topology, sizes, rounds, progress)
@@ -1139,8 +1139,17 @@ class Communicator:
         else:
             gpu.all_reduce(tensor, "sum", algorithm, 1.0, _checksum(tensor.shape))
 
+    def _topology_on(self, device: torch.device) -> policy.Topology | policy.GpuTopology:
+        """What ``auto`` chooses by there. Collective the first time for a GPU."""
+        if device.type == "cpu":
+            return self.topology
+        gpu = self._gpu_on(device)
+        return policy.GpuTopology("none") if gpu is None else gpu.topology
+
     def _machine(self, device: torch.device) -> str:
-        """See :func:`fastreduce.tuning.gpus`; "" where there is none to measure."""
+        """What limits measured there hold for; "" where there are no GPUs to measure."""
+        if device.type == "cpu":
+            return tuning.host(self.topology)
         if cuda.problem():
             return ""
         return tuning.gpus(self.world_size, torch.cuda.get_device_name(device))

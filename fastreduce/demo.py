@@ -8,11 +8,11 @@ so only rounding can tell the three apart; and it is smooth, so training does no
 
 from __future__ import annotations
 
+import argparse
 import gc
+import importlib.util
 import os
 import pickle
-import signal
-import sys
 import tempfile
 import threading
 import time
@@ -28,12 +28,14 @@ import torch.distributed.nn  # after a group exists it would hold that for ever
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
-from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import fastreduce
+from fastreduce import terminal
+from fastreduce.options import EXIT_STATUS, UsageError, checked, whole
+from fastreduce.ranks import run_ranks
 
 # Digits of a step, over all ranks: a number with many divisors.
 BATCH = 96
@@ -110,33 +112,30 @@ class Clock:
                 self.seconds += time.perf_counter() - self._since
 
 
-class Progress:
-    """One line that is written over on a terminal, a line for each epoch elsewhere."""
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``fastreduce demo``."""
+    parser.epilog = f"""\
+examples:
+  fastreduce demo
+  fastreduce demo --ranks 4 --epochs 5
 
-    def __init__(self, way: str, epochs: int, *, silent: bool = False) -> None:
-        self._way = way
-        self._epochs = epochs
-        self._silent = silent
-
-    def show(self, epoch: int, loss: float, accuracy: float) -> None:
-        """After ``epoch``, counted from 1."""
-        if self._silent:
-            return
-        text = f"{self._way:<19}  epoch {epoch:>2} of {self._epochs}"
-        text += f"  loss {loss:.4f}  test accuracy {accuracy:.2%}"
-        if sys.stdout.isatty():
-            end = "\n" if epoch == self._epochs else ""
-            print(f"\r\x1b[K{text}", end=end, flush=True)
-        else:
-            print(text, flush=True)
+{EXIT_STATUS}"""
+    parser.add_argument(
+        "--ranks", type=checked(_ranks), default=2, help="processes that share the work (2)"
+    )
+    parser.add_argument("--epochs", type=whole(), default=15, help="passes over the digits (15)")
+    parser.add_argument(
+        "--seed", type=whole(0, 2**63 - 1), default=0, help="of weights and order (0)"
+    )
+    parser.set_defaults(run=run)
 
 
-def check_ranks(ranks: int) -> None:
-    """Raises ValueError unless the ranks can take equal parts of a batch."""
-    if ranks < 1:
-        raise ValueError(f"expected at least 1, got {ranks}")
+def _ranks(text: str) -> int:
+    """Ranks can only take equal parts of a batch."""
+    ranks = whole()(text)
     if BATCH % ranks:
         raise ValueError(f"expected a divisor of the batch of {BATCH} digits, got {ranks}")
+    return ranks
 
 
 def load_digits() -> Digits:
@@ -225,25 +224,26 @@ def train(
     parts = 1 if clock is None else settings.ranks
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    progress = Progress(way, settings.epochs, silent=rank != 0)
     epochs = global_batches(len(digits.train_labels), settings)
     gradient(plain, digits, epochs[0][0].chunk(parts)[rank])  # the first pass prepares kernels
     mean_over_ranks(0.0)
 
     seconds = 0.0
-    for epoch, batches in enumerate(epochs, start=1):
-        losses = []
-        start = time.perf_counter()
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = mean_loss(model, digits, batch.chunk(parts)[rank])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        seconds += time.perf_counter() - start
-        # Every rank tests, so that none comes late to the next step.
-        reached = accuracy(plain, digits)
-        progress.show(epoch, mean_over_ranks(torch.stack(losses).mean().item()), reached)
+    with terminal.progress(settings.epochs, f"{way:<19}", shown=rank == 0) as bar:
+        for batches in epochs:
+            losses = []
+            start = time.perf_counter()
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = mean_loss(model, digits, batch.chunk(parts)[rank])
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            seconds += time.perf_counter() - start
+            # Every rank tests, so that none comes late to the next step.
+            reached = accuracy(plain, digits)
+            mean = mean_over_ranks(torch.stack(losses).mean().item())
+            terminal.step(bar, f"loss {mean:.4f}, test accuracy {reached:.2%}")
     return Result(
         way=way,
         accuracy=reached,
@@ -327,40 +327,6 @@ def train_rank(rank: int, digits: Digits, settings: Settings, folder: str) -> No
         dist.destroy_process_group()
 
 
-def _interruptible(rank: int, function: Callable[..., None], *arguments: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    function(rank, *arguments)
-
-
-def run_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
-    """Calls ``function(rank, *arguments)`` in a process for each rank and waits for all.
-
-    No process is left when this returns or raises, whatever the reason.
-
-    Raises:
-        torch.multiprocessing.spawn.ProcessException: a rank failed; the others were ended.
-    """
-    # A rank that is still importing would answer Ctrl-C with a traceback: it inherits that the
-    # signal is ignored until its function begins. This process ends it.
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        context = spawn(
-            _interruptible, (function, *arguments), nprocs=ranks, join=False, daemon=True
-        )
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    try:
-        while not context.join(grace_period=1.0):
-            pass
-    finally:
-        for process in context.processes:
-            process.kill()
-        for process in context.processes:
-            process.join()
-        for file in context.error_files:  # torch leaves the file of a rank that failed
-            Path(file).unlink(missing_ok=True)
-
-
 def train_in_ranks(digits: Digits, settings: Settings) -> tuple[list[Result], GradientCheck]:
     """The two ways with DDP, in new processes."""
     with tempfile.TemporaryDirectory(prefix="fastreduce-demo-") as folder:
@@ -420,24 +386,18 @@ def notes(check: GradientCheck, settings: Settings) -> str:
     )
 
 
-def run(ranks: int = 2, epochs: int = 15, seed: int = 0) -> int:
+def run(options: argparse.Namespace) -> int:
     """Trains in the three ways, prints the table and returns the exit status."""
-    check_ranks(ranks)
-    settings = Settings(ranks, epochs, seed)
-    try:
-        digits = load_digits()
-        print(
-            f"{len(digits.train_labels)} digits to train with, {len(digits.test_labels)} to test; "
-            f"batches of {BATCH}; ranks: {ranks}",
-            flush=True,
-        )
-        one = train_in_one_process(digits, settings)
-        results, check = train_in_ranks(digits, settings)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except ProcessException as error:
-        print(f"\na rank failed: {error}", file=sys.stderr)
-        return 1
+    if importlib.util.find_spec("sklearn") is None:
+        raise UsageError("needs scikit-learn: pip install scikit-learn")
+    settings = Settings(options.ranks, options.epochs, options.seed)
+    digits = load_digits()
+    print(
+        f"{len(digits.train_labels)} digits to train with, {len(digits.test_labels)} to test; "
+        f"batches of {BATCH}; ranks: {settings.ranks}",
+        flush=True,
+    )
+    one = train_in_one_process(digits, settings)
+    results, check = train_in_ranks(digits, settings)
     print(f"\n{table([one, *results])}\n\n{notes(check, settings)}")
     return 0

@@ -4,6 +4,7 @@ judges them, :mod:`fastreduce.doctor_text` writes them down."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
@@ -23,9 +24,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from fastreduce import diagnosis, doctor_text, machine, policy
+from fastreduce import diagnosis, doctor_text, machine, policy, terminal
 from fastreduce.communicator import Communicator
 from fastreduce.diagnosis import Facts
+from fastreduce.options import checked, positive, whole
+from fastreduce.ranks import torchrun_number
 
 # Of the JSON: another number where a key changes its meaning or goes.
 FORMAT = 1
@@ -33,10 +36,6 @@ FORMAT = 1
 TRIED_BYTES = (policy.KIB, policy.MIB)
 # How long a rank that has told what came of it may take to end.
 _ENDING_SECONDS = 5.0
-
-
-class UsageError(Exception):
-    """The environment is neither torchrun's nor that of a single process."""
 
 
 @dataclass
@@ -61,22 +60,45 @@ class Check:
     error: str = ""
 
 
-def run(*, as_json: bool, ranks: int, timeout: float) -> int:
-    """Prints the report and returns the exit status: 0, or 1 if something was found.
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.epilog = """\
+examples:
+  fastreduce doctor
+  torchrun --nproc-per-node 8 -m fastreduce doctor --json > report.json
 
-    Args:
-        ranks: with how many processes to try, where torchrun has not started any.
-        timeout: seconds that ranks wait for each other.
+Under torchrun, rank 0 prints one report for all ranks and hosts.
+
+exit status: 0 all is right, 1 something was found that does not work or is slow, 2 wrong arguments,
+130 interrupted"""
+    parser.add_argument("--json", action="store_true", help="print all facts, as JSON")
+    parser.add_argument(
+        "--ranks",
+        type=whole(),
+        default=2,
+        help="processes to try with, where torchrun has started none (2)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=checked(positive),
+        default=60.0,
+        help="seconds that ranks wait for each other (60)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the report and returns the exit status: 0, or 1 if something was found.
 
     Raises:
         UsageError: torchrun's variables are there in part.
     """
     if "WORLD_SIZE" in os.environ:
-        return _together(as_json, timeout)
+        return _together(options.json, options.timeout)
     # Before the GPUs are asked about, which a forked process must not inherit.
-    check = _try_here(ranks, timeout)
+    check = _try_here(options.ranks, options.timeout)
     one = {"rank": 0, "machine": asdict(machine.describe()), "check": asdict(check)}
-    return _tell([one], [], as_json, together=False)
+    return _tell([one], [], options.json, together=False)
 
 
 def report(ranks: list[Facts], missing: list[diagnosis.Finding], *, together: bool) -> Facts:
@@ -103,7 +125,7 @@ def _tell(
     ranks: list[Facts], missing: list[diagnosis.Finding], as_json: bool, *, together: bool
 ) -> int:
     told = report(ranks, missing, together=together)
-    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colours = terminal.colours(sys.stdout)
     print(json.dumps(told, indent=1) if as_json else doctor_text.text(told, colours), flush=True)
     return int(told["status"])
 
@@ -199,15 +221,19 @@ def _try_here(ranks: int, timeout: float) -> Check:
                 process.start()
                 there.close()
                 children.append((process, here))
-            for rank, (_, pipe) in enumerate(children):
-                lost.error = f"trying failed: rank {rank} has not answered within {patience:g} s"
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    return lost
-                lost.error = f"trying failed: rank {rank} ended by itself"
-                check: Check = pipe.recv()
-                if check.error:
-                    return check
-                first = first or check
+            with terminal.progress(ranks, "doctor: ranks that have tried") as bar:
+                for rank, (_, pipe) in enumerate(children):
+                    lost.error = (
+                        f"trying failed: rank {rank} has not answered within {patience:g} s"
+                    )
+                    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                        return lost
+                    lost.error = f"trying failed: rank {rank} ended by itself"
+                    check: Check = pipe.recv()
+                    if check.error:
+                        return check
+                    first = first or check
+                    terminal.step(bar)
     except (OSError, EOFError) as error:  # no folder, no process, one that died
         lost.error = lost.error or f"trying failed: {error}"
         return lost
@@ -234,7 +260,7 @@ def _together(as_json: bool, timeout: float) -> int:
     """Every rank tells its facts through the store, which also serves those whose group does not
     come about. Rank 0 judges, prints, and alone has a status: torchrun ends all ranks, and prints a
     screen of its own, when one ends with an error."""
-    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    rank, world_size = torchrun_number("RANK"), torchrun_number("WORLD_SIZE")
     own: Facts = {"rank": rank, "machine": asdict(machine.describe()), "check": None}
     try:
         meeting = _Meeting(rank, world_size, timeout)
@@ -257,28 +283,18 @@ def _together(as_json: bool, timeout: float) -> int:
     return 0
 
 
-def _integer(name: str) -> int:
-    value = os.environ.get(name, "")
-    if not value.isdigit():
-        raise UsageError(
-            "WORLD_SIZE is set, so torchrun's other variables are expected too: "
-            f"{name}: expected a number from 0 on, got {value!r}"
-        )
-    return int(value)
-
-
 def _device(facts: dict[int, Facts]) -> int | None:
     """This rank's GPU, if every rank sees one."""
     if not all(each["machine"]["gpus"]["devices"] for each in facts.values()):
         return None
-    return _integer("LOCAL_RANK") % torch.cuda.device_count()
+    return torchrun_number("LOCAL_RANK") % torch.cuda.device_count()
 
 
 class _Meeting:
     """The store at which torchrun's ranks leave what they know."""
 
     def __init__(self, rank: int, world_size: int, timeout: float) -> None:
-        self._address = os.environ.get("MASTER_ADDR", "localhost"), _integer("MASTER_PORT")
+        self._address = os.environ.get("MASTER_ADDR", "localhost"), torchrun_number("MASTER_PORT")
         # torchrun's agent serves one already, unless it was told not to share it.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
@@ -307,8 +323,15 @@ class _Meeting:
     def hear(self, what: str, failing: str) -> tuple[dict[int, Facts], list[diagnosis.Finding]]:
         """Every rank's, and who has not told in time."""
         keys = {rank: f"{what}-{rank}" for rank in range(self._world_size)}
-        with contextlib.suppress(RuntimeError):
-            self.store.wait(list(keys.values()), timedelta(seconds=self._timeout))
+        until = time.monotonic() + self._timeout
+        shown = self._rank == 0
+        with (
+            terminal.progress(len(keys), f"doctor: ranks' {what}", shown=shown) as bar,
+            contextlib.suppress(RuntimeError),
+        ):
+            for key in keys.values():
+                self.store.wait([key], timedelta(seconds=max(until - time.monotonic(), 1e-3)))
+                terminal.step(bar)
         there = [rank for rank, key in keys.items() if self.store.check([key])]
         told = {rank: json.loads(self.store.get(keys[rank])) for rank in there}
         absent = sorted(set(keys) - set(there))

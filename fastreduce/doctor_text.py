@@ -6,11 +6,11 @@ import textwrap
 
 from fastreduce import memory, policy
 from fastreduce.diagnosis import Facts, host_topology, numbered, spans
+from fastreduce.terminal import Colour, painted, size
 
 _WIDTH = 100
 _NAME = 13  # columns of a line's name
 _MOST_FINDINGS = 12
-_RED, _YELLOW, _GREEN, _PLAIN = "\x1b[1;31m", "\x1b[1;33m", "\x1b[1;32m", "\x1b[0m"
 
 
 def text(report: Facts, colours: bool = False) -> str:
@@ -29,14 +29,8 @@ def _entry(name: str, *parts: str) -> list[str]:
     return [f"{name if not i else '':<{_NAME}}{line}".rstrip() for i, line in enumerate(wrapped)]
 
 
-def _size(nbytes: int | None) -> str:
-    """12 KiB, 23.5 GiB."""
-    if nbytes is None:
-        return "no limit"
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}"
-    return f"{nbytes} bytes"
+def _limit(nbytes: int | None) -> str:
+    return "no limit" if nbytes is None else size(nbytes)
 
 
 def _machine(rank: Facts, together: bool) -> list[str]:
@@ -79,20 +73,20 @@ def _environment(variables: dict[str, str]) -> list[str]:
 
 def _cache(cache: Facts) -> str:
     shared = f" for {spans(cache['cores'])}" if len(cache["cores"]) > 1 else ""
-    return f"L{cache['level']} {_size(cache['nbytes'])}{shared}"
+    return f"L{cache['level']} {size(cache['nbytes'])}{shared}"
 
 
 def _memory(found: Facts) -> list[str]:
     shm = "none"
     if found["shm_total"] is not None:
-        shm = f"{_size(found['shm_free'])} of {_size(found['shm_total'])} free"
+        shm = f"{size(found['shm_free'])} of {size(found['shm_total'])} free"
     files = "no limit" if found["files"] is None else found["files"]
     return [
         *_entry(
             "memory",
-            f"{_size(found['available'])} of {_size(found['total'])} available; control group: "
-            f"{_size(found['limit'])}",
-            f"of a process: {_size(found['locked'])} may be locked; open files: {files}",
+            f"{size(found['available'])} of {size(found['total'])} available; control group: "
+            f"{_limit(found['limit'])}",
+            f"of a process: {_limit(found['locked'])} may be locked; open files: {files}",
         ),
         *_entry("/dev/shm", shm),
     ]
@@ -105,7 +99,7 @@ def _gpus(gpus: Facts, torch_cuda: str | None) -> list[str]:
         return _entry("GPUs", f"none: {reason if torch_cuda else 'torch was built without CUDA'}")
     lines = []
     for index, each in enumerate(devices):
-        parts = [f"{each['name']} ({each['capability']})", _size(each["nbytes"])]
+        parts = [f"{each['name']} ({each['capability']})", size(each["nbytes"])]
         parts += [each["address"]] if each["address"] else []
         parts += [] if each["node"] is None else [f"node {each['node']}"]
         parts += [f"PCIe {each['link']}"] if each["link"] else []
@@ -157,7 +151,7 @@ def _table(ranks: list[Facts]) -> list[str]:
                 machine["host"],
                 spans(machine["cpu"]["usable"]),
                 machine["cpu"]["instruction_set"],
-                _size(room),
+                size(room),
                 f"{len(gpus)} here" if device is None else f"{device}: {gpus[device]['name']}",
                 "not tried" if check is None else _way(check),
                 "not tried" if check is None else cuda,
@@ -173,7 +167,7 @@ def _paths(paths: list[Facts]) -> list[str]:
         parts: list[str] = []
         for each in (path for path in paths if path["device"] == device):
             last = "above" if parts else "all sizes"
-            reach = f"to {_size(each['largest'])}" if each["largest"] else last
+            reach = f"to {size(each['largest'])}" if each["largest"] else last
             parts.append(f"{reach:<12} {each['algorithm']:<14} {each['why']}")
         if parts:
             lines += _entry(f"{device.upper()} tensors", *parts)
@@ -181,16 +175,14 @@ def _paths(paths: list[Facts]) -> list[str]:
 
 
 def _findings(report: Facts, colours: bool) -> list[str]:
-    def coloured(word: str, colour: str) -> str:
-        return f"{colour}{word}{_PLAIN}" if colours else word
-
     if not report["findings"]:
-        return [coloured("All right.", _GREEN)]
+        return [painted("All right.", "green", colours)]
     lines = []
     for each in report["findings"][:_MOST_FINDINGS]:
         who = f" ({numbered(each['ranks'])})" if report["together"] and each["ranks"] else ""
         found = textwrap.wrap(f"{each['what']}{who}", _WIDTH - 7)
-        word = coloured(f"{each['kind'].upper():<7}", _RED if each["kind"] == "wrong" else _YELLOW)
+        colour: Colour = "red" if each["kind"] == "wrong" else "yellow"
+        word = painted(f"{each['kind'].upper():<7}", colour, colours)
         lines += [word + found[0], *(" " * 7 + line for line in found[1:])]
         lines += textwrap.wrap(
             each["todo"], _WIDTH, initial_indent="    do: ", subsequent_indent=" " * 8

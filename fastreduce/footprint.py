@@ -423,6 +423,7 @@ def footprint(
     autocast: torch.dtype | None = None,
     recompute: str | None = None,
     loss: str = "sum",
+    progress: Callable[[str], object] = lambda _: None,
 ) -> Footprint:
     """Builds the model and finds what two passes of it take.
 
@@ -433,6 +434,7 @@ def footprint(
         dtype: of parameters, and of inputs that name none.
         autocast: see :func:`run_pass`; and so for ``loss``.
         recompute: see :func:`checkpoint_modules`.
+        progress: is told what goes on.
 
     Raises:
         ValueError: the model can be run neither way, or ``recompute`` names none of its modules.
@@ -449,6 +451,7 @@ def footprint(
         with warnings.catch_warnings():
             # What modules that copy themselves say of fake parameters.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            progress("building the model")
             try:
                 model = _faked(build, dtype, fake) if mode is fake else build().to(dtype)
             except Exception as error:
@@ -461,19 +464,16 @@ def footprint(
             needed = 2 * weights  # and gradients
             if recompute is not None:
                 checkpoint_modules(model, recompute)
+            passes = []
             try:
-                (first, gradients), (second, _) = [
-                    run_pass(
-                        model,
-                        [each.batch(size, dtype) for each in samples],
-                        loss=loss,
-                        autocast=autocast,
-                    )
-                    for size in sizes
-                ]
+                for size in sizes:
+                    progress(f"a batch of {size}")
+                    batch = [each.batch(size, dtype) for each in samples]
+                    passes.append(run_pass(model, batch, loss=loss, autocast=autocast))
             except Exception as error:
                 reasons.append(_reason(error))
                 continue
+        (first, gradients), (second, _) = passes
         return Footprint(
             elements=sum(parameter.numel() for parameter in parameters),
             weights=weights,

@@ -11,22 +11,23 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastreduce import errors, forecast, plan, plan_report
+from fastreduce import errors, forecast, plan, plan_report, terminal
 from fastreduce.footprint import LOSSES, Footprint, Gradient, Sample, footprint, optimizer_bytes
 from fastreduce.forecast import Bucket, Cluster, Compute, Link, Step
+from fastreduce.options import EXIT_STATUS, UsageError, checked, positive, whole
 from fastreduce.plan import State, Work
 from fastreduce.plan_report import Plan, Scaling
 from fastreduce.policy import MIB
 from fastreduce.wire import Wire
 
-ABOUT = "does it fit, and what will communication cost? before a GPU is rented"
-EXAMPLES = """
+EXAMPLES = """\
 examples:
   fastreduce plan --model benchmarks.models:resnet18 --input 3x224x224 --batch 512 --ranks 10
   fastreduce plan --model resnet50 --batch 256 --precision autocast-bf16 --bandwidth nvlink-h100 \\
@@ -61,37 +62,8 @@ _SHAPES: dict[str, tuple[bool, tuple[plan.Sharding, ...]]] = {
 }
 
 
-def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The type of an option, whose ValueError says what is wrong."""
-
-    def checked(text: str) -> Any:
-        try:
-            return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
-
-
-def _count(text: str) -> int:
-    value: float = float(text) if re.fullmatch(r"[0-9.]+(e[0-9]+)?", text) else math.nan
-    if not (value >= 1 and value == int(value)):
-        raise ValueError(f"expected a whole number of 1 or more, got {text!r}")
-    return int(value)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"expected a number above 0, got {text!r}")
-    return value
-
-
 def _share(text: str) -> float:
-    value = _positive(text)
+    value = positive(text)
     if value >= 1:
         raise ValueError(f"expected a number between 0 and 1, got {text!r}")
     return value
@@ -101,7 +73,7 @@ def _size(text: str) -> int:
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([A-Za-z]*)", text)
     if not found or found[2] not in _UNITS:
         raise ValueError(f"expected a size such as 80GB or 512MiB, got {text!r}")
-    return int(_positive(found[1]) * _UNITS[found[2]])
+    return int(positive(found[1]) * _UNITS[found[2]])
 
 
 def _sample(text: str) -> Sample:
@@ -120,7 +92,7 @@ def _link(text: str) -> Link:
     if text in forecast.LINKS:
         return forecast.LINKS[text]
     try:
-        bandwidth = _positive(text)
+        bandwidth = positive(text)
     except ValueError:
         raise ValueError(
             f"expected GB/s, or one of {', '.join(forecast.LINKS)}, got {text!r}"
@@ -128,23 +100,17 @@ def _link(text: str) -> Link:
     return Link(bandwidth * 1e9, 10e-6, "given; latency assumed")
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to a parser's."""
-    parser = commands.add_parser(
-        "plan",
-        help=ABOUT,
-        description=ABOUT,
-        epilog=EXAMPLES + ", ".join(forecast.LINKS),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.epilog = f"{EXAMPLES}{', '.join(forecast.LINKS)}\n\n{EXIT_STATUS}"
     parser.set_defaults(run=run)
     model = parser.add_argument_group("what is trained")
     which = model.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="module:function that gives it, or a name of torchvision")
-    which.add_argument("--params", type=_checked(_count), help="only how many parameters it has")
+    which.add_argument("--params", type=whole(), help="only how many parameters it has")
     model.add_argument(
         "--input",
-        type=_checked(_sample),
+        type=checked(_sample),
         action="append",
         help="shape of one sample, and its dtype: 3x224x224, 1024:int64; once for each argument of "
         "the model (torchvision: 3x224x224)",
@@ -152,20 +118,18 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--loss", choices=LOSSES, default="sum", help="of the model's output (sum)")
     model.add_argument(
         "--activations",
-        type=_checked(_size),
+        type=checked(_size),
         help="with --params: of one sample, as nothing can be measured",
     )
     model.add_argument(
         "--layers",
-        type=_checked(_count),
+        type=whole(),
         default=1,
         help="all alike, that a pipeline may share (1)",
     )
     training = parser.add_argument_group("how it is trained")
-    training.add_argument("--batch", type=_checked(_count), help="samples of a step, of all ranks")
-    training.add_argument(
-        "--accumulation", type=_checked(_count), default=1, help="passes of a step (1)"
-    )
+    training.add_argument("--batch", type=whole(), help="samples of a step, of all ranks")
+    training.add_argument("--accumulation", type=whole(), default=1, help="passes of a step (1)")
     training.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -190,35 +154,35 @@ def add_parser(commands: Any) -> None:
         help="format of gradients between data-parallel ranks (fp32: as they are)",
     )
     training.add_argument(
-        "--bucket-mb", type=_checked(_positive), default=25, help="MiB of DDP's buckets (25)"
+        "--bucket-mb", type=checked(positive), default=25, help="MiB of DDP's buckets (25)"
     )
     where = parser.add_argument_group("where")
-    where.add_argument("--ranks", type=_checked(_count), help="GPUs (8, or those of all hosts)")
-    where.add_argument("--hosts", type=_checked(_count), help="(as few as have room)")
-    where.add_argument("--gpus-per-host", type=_checked(_count), default=8, help="(8)")
+    where.add_argument("--ranks", type=whole(), help="GPUs (8, or those of all hosts)")
+    where.add_argument("--hosts", type=whole(), help="(as few as have room)")
+    where.add_argument("--gpus-per-host", type=whole(), default=8, help="(8)")
     where.add_argument(
-        "--gpu-memory", type=_checked(_size), default=_size("80GB"), help="of a GPU (80GB)"
+        "--gpu-memory", type=checked(_size), default=_size("80GB"), help="of a GPU (80GB)"
     )
     where.add_argument(
-        "--bandwidth", type=_checked(_link), help="of a GPU, in one direction: GB/s, or a name"
+        "--bandwidth", type=checked(_link), help="of a GPU, in one direction: GB/s, or a name"
     )
-    where.add_argument("--latency", type=_checked(_positive), help="of a message, microseconds")
+    where.add_argument("--latency", type=checked(positive), help="of a message, microseconds")
     where.add_argument(
-        "--inter-bandwidth", type=_checked(_link), help="of a host, to the others: GB/s, or a name"
+        "--inter-bandwidth", type=checked(_link), help="of a host, to the others: GB/s, or a name"
     )
     where.add_argument(
-        "--inter-latency", type=_checked(_positive), help="of its messages, microseconds"
+        "--inter-latency", type=checked(positive), help="of its messages, microseconds"
     )
     time = where.add_mutually_exclusive_group()
     time.add_argument(
         "--step-seconds",
-        type=_checked(_positive),
+        type=checked(positive),
         help="measured: forward and backward of a rank's part of the batch",
     )
-    time.add_argument("--flops", type=_checked(_positive), help="TFLOP/s that a GPU reaches")
+    time.add_argument("--flops", type=checked(positive), help="TFLOP/s that a GPU reaches")
     where.add_argument(
         "--backward-share",
-        type=_checked(_share),
+        type=checked(_share),
         help="of that time (with --model its share of the operations, else 2/3)",
     )
     output = parser.add_argument_group("output")
@@ -298,8 +262,8 @@ def _optimizer(options: argparse.Namespace, shapes: Sequence[tuple[int, ...]]) -
     return served if master else optimizer_bytes(build, shapes, dtype), served
 
 
-def make(options: argparse.Namespace) -> Plan:
-    """Everything, of the command's options.
+def make(options: argparse.Namespace, progress: Callable[[str], object] = lambda _: None) -> Plan:
+    """Everything, of the command's options. ``progress`` is told what goes on.
 
     Raises:
         ValueError: options that contradict each other, or a model that cannot be run.
@@ -307,7 +271,7 @@ def make(options: argparse.Namespace) -> Plan:
     ranks, hosts = _places(options)
     dtype, _, _ = PRECISIONS[options.precision]
     cap = round(options.bucket_mb * MIB)
-    found = _measured(options, ranks) if options.model else None
+    found = _measured(options, ranks, progress) if options.model else None
     if found is not None:
         gradients: Sequence[Gradient] = found.gradients
         elements, weights = found.elements, found.weights
@@ -319,7 +283,9 @@ def make(options: argparse.Namespace) -> Plan:
         gradients = _even(elements, dtype.itemsize, cap)
     shapes = [gradient.shape for gradient in gradients] if found else [(elements,)]
     trained = sum(gradient.nbytes for gradient in gradients)
+    progress("the optimizer's state")
     kept, served = _optimizer(options, shapes)
+    progress("groups of GPUs, and the time of a step")
     state = State(weights, trained, kept, served)
 
     def work(samples: int) -> Work:
@@ -411,7 +377,9 @@ def _places(options: argparse.Namespace) -> tuple[int, int]:
     return ranks, hosts
 
 
-def _measured(options: argparse.Namespace, ranks: int) -> Footprint:
+def _measured(
+    options: argparse.Namespace, ranks: int, progress: Callable[[str], object]
+) -> Footprint:
     _refuse(options, "with --model, of which they are measured", "activations")
     if options.batch is None:
         raise ValueError("--batch: needed with --model")
@@ -434,6 +402,7 @@ def _measured(options: argparse.Namespace, ranks: int) -> Footprint:
         autocast=autocast,
         recompute=options.checkpoint,
         loss=options.loss,
+        progress=progress,
     )
 
 
@@ -567,15 +536,17 @@ def _sources(
 
 def run(options: argparse.Namespace) -> int:
     """Makes the plan and says it; returns the exit status."""
+    if options.png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--png: needs matplotlib: pip install matplotlib")
     try:
-        if options.png is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--png: needs matplotlib: pip install matplotlib")
-        found = make(options)
+        with terminal.progress(5 if options.model else 2, "plan") as bar:
+            found = make(options, partial(terminal.step, bar))
         if options.png is not None:
             plan_report.draw(found, options.png)
     except (OSError, ValueError) as error:
-        print(f"fastreduce plan: {error}", file=sys.stderr)
-        return 2
-    said = plan_report.plain(found) if options.json else None
-    print(json.dumps(said, indent=2) if options.json else plan_report.text(found))
+        raise UsageError(str(error)) from error
+    if options.json:
+        print(json.dumps(plan_report.plain(found), indent=2))
+    else:
+        print(plan_report.text(found, terminal.colours(sys.stdout)))
     return 0

@@ -12,6 +12,7 @@ from fastreduce import forecast, plan
 from fastreduce.footprint import Footprint
 from fastreduce.forecast import Compute, Step
 from fastreduce.plan import Layout, Memory, Shape, State
+from fastreduce.terminal import painted
 
 NOT_COUNTED = (
     "Not counted: the CUDA context, workspaces of libraries, fragmentation and rounding of the "
@@ -139,7 +140,7 @@ def _memory_table(found: Plan, rows: Sequence[tuple[str, str, Memory]]) -> str:
     )
 
 
-def text(found: Plan) -> str:
+def text(found: Plan, colours: bool = False) -> str:
     """The whole plan, in words and tables."""
 
     def samples(count: int) -> str:
@@ -159,7 +160,7 @@ def text(found: Plan) -> str:
         f"weights\n{training}",
         f"Memory of a GPU\n{_memory_table(found, rows)}",
         *_about_activations(found),
-        *_verdict(found),
+        painted(_verdict(found), "green" if found.fits else "red", colours),
     ]
     shapes = [
         (
@@ -201,12 +202,12 @@ def _about_activations(found: Plan) -> list[str]:
     ]
 
 
-def _verdict(found: Plan) -> list[str]:
+def _verdict(found: Plan) -> str:
     capacity, state = amount(found.capacity), found.state
     if found.fits:
         known = any(each.memory.activations for each in found.layouts) or found.footprint
         without = "" if known else ", activations not counted"
-        return [f"Data parallelism fits: {found.ranks} GPUs of {capacity}{without}."]
+        return f"Data parallelism fits: {found.ranks} GPUs of {capacity}{without}."
     lines = []
     if found.enough_ranks is not None:
         lines.append(f"Data parallelism fits on {found.enough_ranks} GPUs of {capacity} or more.")
@@ -215,7 +216,7 @@ def _verdict(found: Plan) -> list[str]:
             f"With --accumulation {found.enough_passes} or more it fits on {found.ranks} of them."
         )
     if lines:
-        return [" ".join(lines)]
+        return " ".join(lines)
     why = (
         f"parameter memory alone is {amount(state.total)} on each"
         if state.total > found.capacity
@@ -235,7 +236,7 @@ def _verdict(found: Plan) -> list[str]:
         lines.append(f"On no number of GPUs up to {plan.MOST_GPUS}: {'; '.join(missing)}.")
     if missing and found.layers == 1:
         lines.append("--layers lets stages of a pipeline, and what is sharded, be single layers.")
-    return ["\n".join(map(_wrapped, lines))]
+    return "\n".join(map(_wrapped, lines))
 
 
 def _about_time(found: Plan) -> list[str]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import logging
 import multiprocessing
 import os
+import pty
 import re
+import select
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -245,6 +250,44 @@ def on_every_instruction_set(code: str) -> dict[str, Any]:
         *_, found, used = done.stdout.splitlines()
         said[used] = json.loads(found)
     return said
+
+
+def on_terminal(
+    command: list[str],
+    environment: dict[str, str] | None = None,
+    *,
+    watch: Callable[[subprocess.Popen[str], str], None] | None = None,
+    stdout: bool = False,
+) -> tuple[int, str, str]:
+    """Runs a command whose stderr (and ``stdout``) is a terminal: its status, what it printed, and
+    what the terminal was sent, of which ``watch`` is told as it comes."""
+    terminal, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        command,
+        stdout=its if stdout else subprocess.PIPE,
+        stderr=its,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    )
+    os.close(its)
+    sent = b""
+    try:
+        while True:
+            assert select.select([terminal], [], [], TIMEOUT)[0], f"{command} hangs: {sent!r}"
+            try:
+                more = os.read(terminal, 1 << 16)
+            except OSError:  # nobody has it open any more
+                break
+            sent += more
+            if watch is not None:
+                watch(process, sent.decode(errors="replace"))
+        printed, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    return process.returncode, printed or "", sent.decode()
 
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import on_terminal
 from torch.futures import Future
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from fastreduce import demo
 from fastreduce.__main__ import main
+from fastreduce.ranks import run_ranks
 
 EPOCHS = 4
 COMMAND = [sys.executable, "-m", "fastreduce", "demo", "--epochs"]
@@ -49,12 +51,12 @@ def output(folder):
         env={**os.environ, "TMPDIR": str(folder)},
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr
+    assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout
 
 
 def row(output: str, way: str) -> list[str]:
-    [line] = [li for li in output.splitlines() if li.startswith(way) and "epoch" not in li]
+    [line] = [li for li in output.splitlines() if li.startswith(way)]
     return line.removeprefix(way).split()
 
 
@@ -63,12 +65,18 @@ def percent(text: str) -> float:
     return float(text[:-1])
 
 
-def test_all_ways_show_their_progress(output):
+def test_all_ways_show_their_progress_on_a_terminal():
+    status, _, shown = on_terminal([*COMMAND, str(EPOCHS)])
+    assert status == 0
     for way in (demo.ONE, demo.GLOO, demo.FAST):
-        lines = [li for li in output.splitlines() if li.startswith(way) and "epoch" in li]
-        assert len(lines) == EPOCHS
-        losses = [float(re.search(r"loss (\S+)", li)[1]) for li in lines]
-        assert losses[-1] < losses[0]
+        seen = re.findall(rf"{way} *: [^\r]*? (\d)/{EPOCHS} [^\r]*?loss ([\d.]+), test", shown)
+        assert [int(epoch) for epoch, _ in seen] == list(range(1, EPOCHS + 1))
+        assert float(seen[-1][1]) < float(seen[0][1])
+
+
+def test_elsewhere_there_is_none(output):
+    assert "epoch" not in output and "loss" not in output
+    assert output.count("\n") < 20
 
 
 def test_one_process_is_what_the_others_are_compared_with(output):
@@ -100,9 +108,9 @@ def test_no_file_is_left(output, folder):
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ("0", "expected at least 1, got 0"),
+        ("0", "expected a whole number of 1 or more, got '0'"),
         ("5", "expected a divisor of the batch of 96 digits, got 5"),
-        ("two", "invalid integer value: 'two'"),
+        ("two", "expected a whole number of 1 or more, got 'two'"),
     ],
 )
 def test_ranks_that_cannot_share_a_batch(capsys, ranks, message):
@@ -121,23 +129,23 @@ def test_without_scikit_learn(capsys, monkeypatch):
 def test_interrupt_ends_all_processes(tmp_path):
     # A shell's background processes, and what they start, would ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        [*COMMAND, "15"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+    shown = ""
+
+    def interrupt(process: subprocess.Popen[str], text: str) -> None:
+        nonlocal shown
+        if demo.GLOO in text and demo.GLOO not in shown:  # the ranks run
+            process.send_signal(signal.SIGINT)
+        shown = text
+
     try:
-        next(line for line in process.stdout if line.startswith(demo.GLOO))  # the ranks run
-        process.send_signal(signal.SIGINT)
-        # Returns once no process holds the pipes any more.
-        _, errors = process.communicate(timeout=120)
+        # Returns once no process has the terminal any more.
+        status, _, errors = on_terminal(
+            [*COMMAND, "15"], {"TMPDIR": str(tmp_path)}, watch=interrupt
+        )
     finally:
-        process.kill()
         signal.signal(signal.SIGINT, before)
-    assert process.returncode == 130
-    assert errors.strip() == "interrupted"
+    assert status == 130
+    assert errors.endswith("\r\ninterrupted\r\n") and "Traceback" not in errors
     assert left_in(tmp_path) == []
 
 
@@ -150,7 +158,7 @@ def fail_on_rank_1(rank: int) -> None:
 def test_failing_rank_ends_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ProcessRaisedException, match="ArithmeticError: as the test wants"):
-        demo.run_ranks(fail_on_rank_1, 2)
+        run_ranks(fail_on_rank_1, 2)
     assert left_in(tmp_path) == []
 
 

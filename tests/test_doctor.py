@@ -606,9 +606,9 @@ def test_json_round_trip_and_keys():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--ranks", "0"], "argument --ranks: expected at least 1, got 0"),
-        (["--timeout", "0"], "argument --timeout: expected more than 0 s, got 0"),
-        (["--timeout", "inf"], "argument --timeout: expected more than 0 s, got inf"),
+        (["--ranks", "0"], "argument --ranks: expected a whole number of 1 or more, got '0'"),
+        (["--timeout", "0"], "argument --timeout: expected a number above 0, got '0'"),
+        (["--timeout", "inf"], "argument --timeout: expected a number above 0, got 'inf'"),
         (["now"], "unrecognized arguments: now"),
     ],
 )

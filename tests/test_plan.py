@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import types
 from itertools import product
@@ -641,16 +640,3 @@ def test_what_fits_is_said(capsys):
     assert "fits on 8 GPUs of 24.00 MB or more" in words and "--accumulation 4 or more" in words
     words = said(capsys, "--params", "1e6", "--gpu-memory", "10MB")
     assert "It fits where the ranks share the optimizer's state" in words
-
-
-def test_only_the_command_imports_it():
-    code = (
-        "import sys, fastreduce, fastreduce.__main__; "
-        "print([m for m in sys.modules if m.startswith('fastreduce.') and "
-        "m[11:] in ('footprint', 'forecast', 'plan', 'plan_command', 'plan_report')], "
-        "'matplotlib' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.strip() == "[] False"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import fastreduce
-from fastreduce import policy, rendezvous, tuning
+from fastreduce import cuda, policy, rendezvous, tune_command, tuning
+from fastreduce.__main__ import main
 from fastreduce.policy import KIB
 
 
@@ -230,3 +233,93 @@ def refuse_apart(folder: Path) -> None:
 def test_what_cannot_be_tuned(ranks, tmp_path):
     ranks(1).run(refuse, tmp_path)
     ranks(2).run(refuse_apart, tmp_path)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+FASTREDUCE = ["-m", "fastreduce", "tune"]
+
+
+def command(cache: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_command_measures_remembers_and_forgets(tmp_path):
+    found = json.loads(command(tmp_path, *FASTREDUCE, "--json"))
+    place = tmp_path / "fastreduce" / "tuned.json"
+    assert found["file"] == str(place)
+    [(machine, limits)] = json.loads(place.read_text()).items()
+    assert machine == found["machine"]
+    times = {
+        name: {int(size): seconds for size, seconds in each.items()}
+        for name, each in found["seconds"].items()
+    }
+    assert list(times["one_shot"]) == list(times["two_shot"]) == list(tuning.HOST_SIZES)
+    assert limits == [list(each) for each in policy.limits_of(times)]
+    cores = len(os.sched_getaffinity(0))
+    for said, known in (("before", ()), ("after", tuple(map(tuple, limits)))):
+        topology = policy.Topology(True, cores, 2, known)
+        assert found[said] == [list(each) for each in policy.crossovers(2, topology)]
+
+    # Nor does measuring again change anything, where it is to change nothing.
+    under = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    again = json.loads(command(tmp_path, *under, *FASTREDUCE, "--dry-run", "--json"))
+    assert again["before"] == found["after"] and again["machine"] == machine
+    assert json.loads(place.read_text()) == {machine: limits}
+
+    text = command(tmp_path, *FASTREDUCE, "--forget")
+    assert json.loads(place.read_text()) == {}
+    assert "Nothing is remembered of it any more." in text and "us" not in text.split()
+
+
+def test_what_the_command_says():
+    found = tune_command.Tuned(
+        machine="2 ranks on 2 cores of A CPU",
+        seconds={"one_shot": {1024: 1e-6, 2048: 9e-6}, "two_shot": {1024: 2e-6, 2048: 8e-6}},
+        before=(("one_shot", 8192), ("two_shot", None)),
+        after=(("two_shot", None),),
+        file=None,
+    )
+    lines = [" ".join(line.split()) for line in tune_command.text(found).splitlines()]
+    assert lines[3:6] == [
+        "size one_shot two_shot the fastest",
+        "1 KiB 1.00 2.00 one_shot",
+        "2 KiB 9.00 8.00 two_shot",
+    ]
+    assert "before: one_shot up to 8 KiB, two_shot above" in lines
+    assert "now: two_shot for all sizes" in lines and lines[-1] == "Not remembered."
+    coloured = tune_command.text(found, colours=True)
+    assert coloured.count("\x1b[1;32m") == 2
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == tune_command.text(found)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, ["--ranks", "2"], "--ranks: not under torchrun"),
+        ({"WORLD_SIZE": "2"}, [], "RANK: expected a number from 0 on, got ''"),
+        ({}, ["--device", "cuda"], "--device: cuda cannot be tuned: "),
+    ],
+)
+def test_what_the_command_refuses(capsys, monkeypatch, environment, arguments, message):
+    monkeypatch.setattr(cuda, "problem", lambda: "there is none")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["tune", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_on_gpus_wants_one_for_each_rank(capsys, monkeypatch):
+    monkeypatch.setattr(cuda, "problem", str)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["tune", "--device", "cuda", "--ranks", "3"]) == 2
+    assert "--ranks: expected 2 to 2, one for each GPU at most, got 3" in capsys.readouterr().err

@@ -19,7 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
-from fastreduce import Wire, demo, reference, rendezvous
+from fastreduce import Wire, reference, rendezvous
+from fastreduce.ranks import run_ranks
 from fastreduce.stats import summary
 from fastreduce.wire import key_of
 
@@ -737,4 +738,4 @@ def test_a_process_ends_without_close(tmp_path):
     for attempt in range(2):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        demo.run_ranks(never_closed, 2, str(folder))
+        run_ranks(never_closed, 2, str(folder))
