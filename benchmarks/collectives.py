@@ -74,28 +74,24 @@ def named(name: str, nbytes: int, dtype: torch.dtype, op: Op, rank: Rank) -> Met
     call = bench.all_reduce_calls(rank.communicator, nbytes, rank.device, op).get(name)
     if call is None:
         return None
-    if name == rank.backend:
-        return _plain(call, nbytes, dtype, op, rank)
-    buffers = bench.buffers_for(rank.communicator, nbytes, dtype, rank.device)
-    return bench.method_of(rank.communicator, call, buffers, op)
+    reached = name != bench.group_name(rank.device)
+    return _method(call, nbytes, dtype, op, reached, rank)
 
 
-def _plain(call: Call, nbytes: int, dtype: torch.dtype, op: Op, rank: Rank) -> Method:
-    """In memory of torch's own."""
-    copies = 1 if rank.device.type == "cpu" else max(2, -(-bench.COLD_BYTES // nbytes))
-    count = nbytes // dtype.itemsize
-    buffers = [
-        torch.empty(count, dtype=dtype, device=rank.device)
-        for _ in range(min(copies, bench.GRAPH_CALLS))
-    ]
-    return bench.method_of(rank.communicator, call, buffers, op)
+def _method(
+    call: Call, nbytes: int, dtype: torch.dtype, op: Op, reached: bool, rank: Rank
+) -> Method:
+    communicator, device = rank.communicator, rank.device
+    buffers = bench.buffers_for(communicator, nbytes, dtype, device, reached=reached)
+    return bench.method_of(communicator, call, buffers, op)
 
 
 def staged(nbytes: int, dtype: torch.dtype, op: Op, rank: Rank) -> Method | None:
     """A tensor in private memory, that no peer can map."""
     if not rank.communicator.topology.shared_memory:
         return None
-    return _plain(lambda x: rank.communicator.all_reduce(x, op), nbytes, dtype, op, rank)
+    call = bench.all_reduce_calls(rank.communicator, nbytes, rank.device, op)[OURS]
+    return _method(call, nbytes, dtype, op, False, rank)
 
 
 def _bound(nbytes: int, rank: Rank) -> Method | None:

@@ -90,11 +90,6 @@ class Rank:
         self._trips = 0
         self._arenas = 0
 
-    @property
-    def backend(self) -> str:
-        """Of the process group, for tensors on the device."""
-        return "nccl" if self.device.type == "cuda" else "gloo"
-
     @cached_property
     def _bound(self) -> ctypes.CDLL:
         loaded = build("bound.cpp")

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch.multiprocessing.spawn import ProcessException
 
 import fastreduce
-from fastreduce.options import UsageError
+from fastreduce.options import CommandError, UsageError
 
 # Command -> the module that has it, and what it is for. The module's ``configure`` adds options,
 # and sets as ``run`` what takes these and returns the exit status.
@@ -25,6 +25,7 @@ _COMMANDS = {
         "plan_command",
         "say whether a model fits and what communication will cost, without a GPU",
     ),
+    "bench": ("bench_command", "time all-reduce by size, beside the process group's own"),
     "tune": ("tune_command", "measure which algorithm is the fastest here, and remember it"),
 }
 
@@ -91,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"fastreduce {options.command}: {error}", file=sys.stderr)
         return 2
+    except CommandError as error:
+        print(f"fastreduce {options.command}: {error}", file=sys.stderr)
+        return 1
     except ProcessException as error:
         print(f"\nfastreduce {options.command}: a rank failed: {error}", file=sys.stderr)
         return 1

@@ -1,5 +1,5 @@
-"""``fastreduce bench``: all-reduce between the ranks at hand, by size and algorithm, beside the
-process group's own."""
+"""All-reduces to be timed (see :mod:`fastreduce.timing`): by every algorithm that the ranks at hand
+can take, and by the process group itself."""
 
 from __future__ import annotations
 
@@ -36,8 +36,26 @@ def all_reduce_calls(
         for name in names
     }
     found["fastreduce"] = lambda x: communicator.all_reduce(x, op)
-    found["nccl" if device.type == "cuda" else "gloo"] = lambda x: group_all_reduce(x, op)
+    found[group_name(device)] = lambda x: group_all_reduce(x, op)
     return found
+
+
+def group_name(device: torch.device) -> str:
+    """The process group's backend for tensors there."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def all_reduce_methods(
+    communicator: Communicator, nbytes: int, dtype: torch.dtype, device: torch.device, op: Op
+) -> dict[str, Method]:
+    """Collective: the calls, each on a buffer of its own, in memory that the peers reach, but for
+    the process group's."""
+    methods = {}
+    for name, call in all_reduce_calls(communicator, nbytes, device, op).items():
+        reached = name != group_name(device)
+        buffers = buffers_for(communicator, nbytes, dtype, device, reached=reached)
+        methods[name] = method_of(communicator, call, buffers, op)
+    return methods
 
 
 def _algorithms(communicator: Communicator, nbytes: int, device: torch.device) -> list[str]:
@@ -98,11 +116,19 @@ def method_of(communicator: Communicator, call: Call, buffers: Sequence[Tensor],
 
 
 def buffers_for(
-    communicator: Communicator, nbytes: int, dtype: torch.dtype, device: torch.device
+    communicator: Communicator,
+    nbytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    reached: bool = True,
 ) -> list[Tensor]:
-    """Collective on GPUs: what :func:`method_of` wants, in memory that the peers reach."""
+    """What :func:`method_of` wants, in memory that the peers reach (collective on GPUs), or in
+    torch's."""
     copies = 1 if device.type == "cpu" else min(GRAPH_CALLS, max(2, -(-COLD_BYTES // nbytes)))
     count = nbytes // dtype.itemsize
+    if not reached:
+        return [torch.empty(count, dtype=dtype, device=device) for _ in range(copies)]
     return [communicator.empty(count, dtype=dtype, device=device) for _ in range(copies)]
 
 

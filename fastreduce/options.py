@@ -17,6 +17,10 @@ class UsageError(ValueError):
     """What was asked for cannot be done; its text says what is wrong, and what is allowed."""
 
 
+class CommandError(RuntimeError):
+    """It was tried and failed; its text says why."""
+
+
 def checked(convert: Callable[[str], T]) -> Callable[[str], T]:
     """The type of an option whose ValueError says what is wrong."""
 

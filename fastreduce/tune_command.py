@@ -5,25 +5,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import pickle
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Literal
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from fastreduce import _C, cuda, policy, terminal, tuning
+from fastreduce import _C, policy, terminal, tuning
 from fastreduce.communicator import Communicator
-from fastreduce.options import EXIT_STATUS, UsageError, whole
+from fastreduce.options import EXIT_STATUS, whole
 from fastreduce.policy import Limits
-from fastreduce.ranks import run_ranks, torchrun_number
-
-_TIMEOUT = timedelta(seconds=120)
+from fastreduce.ranks import collective
 
 
 @dataclass(frozen=True)
@@ -76,79 +68,22 @@ examples:
 
 def run(options: argparse.Namespace) -> int:
     """Tunes, and says what came of it; returns the exit status."""
-    if "WORLD_SIZE" in os.environ:
-        if options.ranks is not None:
-            raise UsageError("--ranks: not under torchrun, which has started them")
-        rank, ranks = torchrun_number("RANK"), torchrun_number("WORLD_SIZE")
-        found = _tune(options, rank, ranks, torchrun_number("LOCAL_RANK"), "env://")
-    else:
-        ranks = _ranks(options)
-        # What has asked the driver for GPUs must not fork.
-        start: Literal["spawn", "fork"] = "spawn" if options.device == "cuda" else "fork"
-        with tempfile.TemporaryDirectory(prefix="fastreduce-tune-") as folder:
-            plain = argparse.Namespace(**{**vars(options), "run": None})
-            run_ranks(_rank, ranks, ranks, plain, folder, start=start)
-            found = pickle.loads(Path(folder, "found").read_bytes())
-    if isinstance(found, str):
-        print(f"fastreduce tune: {found}", file=sys.stderr)
-        return 1
+    tune = partial(_tuned, forget=options.forget, remember=not options.dry_run)
+    found = collective(tune, options.ranks, options.device)
     if found is not None:
         colours = terminal.colours(sys.stdout)
         print(json.dumps(asdict(found), indent=1) if options.json else text(found, colours))
     return 0
 
 
-def _ranks(options: argparse.Namespace) -> int:
-    if options.device == "cpu":
-        return options.ranks or 2
-    if reason := cuda.problem():
-        raise UsageError(f"--device: cuda cannot be tuned: {reason}")
-    there = torch.cuda.device_count()
-    ranks: int = options.ranks or there
-    if not 2 <= ranks <= there:
-        raise UsageError(f"--ranks: expected 2 to {there}, one for each GPU at most, got {ranks}")
-    return ranks
-
-
-def _rank(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> None:
-    """The process of a rank that the command has started; rank 0 leaves in ``folder`` what came of
-    it."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    found = _tune(options, rank, ranks, rank, f"file://{folder}/store")
-    if rank == 0:
-        Path(folder, "found").write_bytes(pickle.dumps(found))
-
-
-def _tune(
-    options: argparse.Namespace, rank: int, ranks: int, local_rank: int, meeting: str
-) -> Tuned | str | None:
-    """Collective. What came of it, or why nothing did; rank 0's."""
-    torch.set_num_threads(1)  # others would not survive a fork
-    place, backend = torch.device("cpu"), "gloo"
-    if options.device == "cuda":
-        place = torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
-        torch.cuda.set_device(place)
-        backend = "cpu:gloo,cuda:nccl"
-    try:
-        dist.init_process_group(
-            backend, init_method=meeting, rank=rank, world_size=ranks, timeout=_TIMEOUT
-        )
-        with Communicator(timeout=_TIMEOUT) as communicator:
-            found = _tuned(communicator, place, options)
-    except RuntimeError as error:
-        return str(error) if rank == 0 else None
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return found if rank == 0 else None
-
-
-def _tuned(communicator: Communicator, place: torch.device, options: argparse.Namespace) -> Tuned:
+def _tuned(
+    communicator: Communicator, place: torch.device, *, forget: bool, remember: bool
+) -> Tuned:
     ranks, leads = communicator.world_size, communicator.rank == 0
     before = communicator._topology_on(place)
     machine = communicator._machine(place)
     times: tuning.Times = {}
-    if options.forget:
+    if forget:
         after = replace(before, limits=())
         if leads:
             tuning.remember(machine, ())
@@ -157,7 +92,7 @@ def _tuned(communicator: Communicator, place: torch.device, options: argparse.Na
         with terminal.progress(len(sizes), "tune", shown=leads) as bar:
             times = communicator.tune(
                 place,
-                remember=not options.dry_run,
+                remember=remember,
                 progress=lambda size: terminal.step(bar, terminal.size(size)),
             )
         after = communicator._topology_on(place)

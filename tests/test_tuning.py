@@ -307,7 +307,7 @@ def test_what_the_command_says():
     [
         ({"WORLD_SIZE": "2"}, ["--ranks", "2"], "--ranks: not under torchrun"),
         ({"WORLD_SIZE": "2"}, [], "RANK: expected a number from 0 on, got ''"),
-        ({}, ["--device", "cuda"], "--device: cuda cannot be tuned: "),
+        ({}, ["--device", "cuda"], "--device: cuda cannot be used: "),
     ],
 )
 def test_what_the_command_refuses(capsys, monkeypatch, environment, arguments, message):
