@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pybind11
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("csrc")
@@ -168,9 +169,16 @@ class NinjaBuild(build_ext):
         subprocess.run([ninja_program(), "-C", str(work)], check=True, stdout=sys.stderr)
 
 
+class FreshBuild(build):
+    def run(self) -> None:
+        # All that lies there goes into the wheel: modules that are no more, an earlier _cuda.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 EXTENSIONS = ["fastreduce._C", *(["fastreduce._cuda"] if cuda_compiler() else [])]
 
 setup(
     ext_modules=[Extension(name, sources=[]) for name in EXTENSIONS],
-    cmdclass={"build_ext": NinjaBuild},
+    cmdclass={"build": FreshBuild, "build_ext": NinjaBuild},
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -87,7 +87,7 @@ def share_memory(
         address=b"" if listener is None else listener.address,
         cores=frozenset(os.sched_getaffinity(0)),
         threads=threads,
-        token=secrets.token_hex(16).encode(),
+        token=uuid.uuid4().hex.encode(),
         problem=problem,
     )
     hosts = group.all_gather_object(here)

@@ -1,21 +1,33 @@
-"""A wheel builds in isolation, without torch, and says clearly what it needs to run."""
+"""The sdist holds what git has. It builds in isolation, without torch, for this Python and for
+another one; what is installed runs, and says clearly what it needs."""
 
 from __future__ import annotations
 
 import ast
+import glob
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
 import fastreduce
 
 ROOT = Path(__file__).resolve().parents[1]
+NAME = f"fastreduce-{fastreduce.__version__}"
+# With CUDA, and optimised, it takes minutes; the tests themselves run on such a build (see
+# test_cuda_build.py, and test_protocols.py for warnings).
+QUICK = os.environ | {"FASTREDUCE_CUDA": "0", "CXXFLAGS": "-O0"}
+# A checkout on PYTHONPATH would hide what is installed.
+OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -29,45 +41,133 @@ def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]
     )
 
 
+def said(*command: object, **options: object) -> str:
+    """What a command that succeeds has printed."""
+    done = run(*command, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of the sources, so that no build product of the checkout is found."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ["setup.py", "pyproject.toml", "README.md", "csrc", "fastreduce"]:
-        done = run("cp", "-r", ROOT / name, source)
-        assert done.returncode == 0, done.stderr
-    for built in (source / "fastreduce").glob("*.so"):
-        built.unlink()
-    out = tmp_path_factory.mktemp("wheel")
-    # With CUDA, and optimised, it takes minutes; the tests themselves run on such a build (see
-    # test_cuda_build.py, and test_protocols.py for warnings).
-    environment = os.environ | {"FASTREDUCE_CUDA": "0", "CXXFLAGS": "-O0"}
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", out, source]
-    done = run(*command, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "warning:" not in done.stdout + done.stderr
-    return next(out.glob("fastreduce-*.whl"))
+def sources() -> list[str]:
+    """What git has, or would have."""
+    done = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    if done.returncode != 0:
+        pytest.skip(f"needs a checkout, whose git says what belongs to it: {done.stderr}")
+    return [name for name in done.stdout.splitlines() if (ROOT / name).exists()]
 
 
-def test_contents(wheel):
-    assert wheel.stat().st_size < 5 << 20
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        metadata = next(archive.read(n).decode() for n in names if n.endswith("METADATA"))
-        binary = next(archive.read(n) for n in names if n.startswith("fastreduce/_C"))
-    assert "Requires-Dist: torch" not in metadata.replace("; extra", "")
-    assert b"libtorch" not in binary and b"libc10" not in binary
-    assert "fastreduce/py.typed" in names and "fastreduce/_C.pyi" in names
-    assert not any(name.startswith("fastreduce/_cuda.") and name.endswith(".so") for name in names)
+@pytest.fixture(scope="module")
+def sdist(sources: list[str], tmp_path_factory) -> Path:
+    """Of a copy: a build leaves files, for a time, beside the sources."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
+    built = ["build/host.o", "csrc/host.o", "fastreduce/_C.so", "tests/__pycache__/conftest.pyc"]
+    for name in [*sources, *built]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in built:
+            (source / name).touch()
+        else:
+            shutil.copy(ROOT / name, source / name)
+    said(sys.executable, "-m", "build", "--sdist", "--outdir", out, source)
+    return out / f"{NAME}.tar.gz"
 
 
-def test_without_torch(wheel, tmp_path):
-    venv.create(tmp_path, with_pip=True)
-    python = tmp_path / "bin" / "python"
-    done = run(python, "-m", "pip", "install", "--no-index", "--no-deps", wheel)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = run(python, "-c", "import fastreduce", cwd=tmp_path)
+def test_sdist_holds_what_git_has(sdist, sources):
+    with tarfile.open(sdist) as archive:
+        names = {each.name.removeprefix(f"{NAME}/") for each in archive if each.isfile()}
+    made = {name for name in names if name.startswith("fastreduce.egg-info/")}
+    assert names - made == {*sources, "PKG-INFO", "setup.cfg"}
+
+
+class Installed(NamedTuple):
+    programs: Path
+    unpacked: Path  # the sdist, with what building it has left there
+
+
+@pytest.fixture(scope="module")
+def installed(sdist: Path, tmp_path_factory) -> Installed:
+    """The sdist, in an environment that has what it requires and nothing else."""
+    folder, temporary = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("pip")
+    venv.create(folder)
+    pip = [sys.executable, "-m", "pip", "--python", folder]
+    environment = QUICK | {"TMPDIR": str(temporary)}
+    said(*pip, "install", "--no-compile", "--no-clean", sdist, env=environment)
+    return Installed(folder / "bin", next(temporary.rglob("setup.py")).parent)
+
+
+def test_contents(installed, sources):
+    [site] = installed.programs.parent.glob("lib/*/site-packages")
+    lines = (site / f"{NAME}.dist-info" / "RECORD").read_text().splitlines()
+    [binary] = (site / "fastreduce").glob("*.so")
+    names = {line.split(",")[0] for line in lines if "__pycache__" not in line}
+    assert {name for name in names if not name.startswith(NAME)} == {
+        *(name for name in sources if name.startswith("fastreduce/")),
+        f"fastreduce/{binary.name}",
+        "../../../bin/fastreduce",
+    }
+    assert binary.stat().st_size < 10 << 20
+    assert b"libtorch" not in binary.read_bytes() and b"libc10" not in binary.read_bytes()
+    assert "Requires-Dist: torch" not in (site / f"{NAME}.dist-info" / "METADATA").read_text()
+
+
+def test_without_torch(installed, tmp_path):
+    done = run(installed.programs / "python", "-c", "import fastreduce", env=OUTSIDE, cwd=tmp_path)
     assert done.returncode == 1 and "fastreduce needs torch 2.6 or newer" in done.stderr
+
+
+def test_with_torch(installed, tmp_path):
+    """torch is the one here: to install it again takes longer than all else in this file."""
+    there = Path(torch.__file__).parents[1]
+    for name in ("torch", "torchgen", "functorch", "typing_extensions.py", "nvidia"):
+        if (there / name).exists():
+            (tmp_path / name).symlink_to(there / name)
+    options = {"env": OUTSIDE | {"PYTHONPATH": str(tmp_path)}, "cwd": tmp_path}
+    program = installed.programs / "fastreduce"
+    version = said(program, "--version", **options)
+    assert version == f"fastreduce {fastreduce.__version__} (without CUDA kernels)\n"
+    report = run(program, "doctor", **options).stdout  # what it finds wrong is of the machine
+    assert f"{fastreduce.__version__} in {installed.programs.parent}" in report
+    assert "2 ranks here: shared memory, sums right" in report
+
+
+def other_python() -> Path | None:
+    """The newest that differs, on PATH or of pyenv, whose commands answer only for chosen ones."""
+    folders = [*os.get_exec_path(), *glob.glob(os.path.expanduser("~/.pyenv/versions/*/bin"))]
+    header = "import ensurepip, sysconfig; open(sysconfig.get_path('include') + '/Python.h')"
+    for minor in (14, 13, 12, 11, 10):
+        for folder in folders if minor != sys.version_info.minor else ():
+            python = Path(folder, f"python3.{minor}")
+            if python.exists() and run(python, "-c", header).returncode == 0:
+                return python
+    return None
+
+
+def test_wheel_for_another_python(installed, sources, tmp_path):
+    """Out of the folder in which it was built for this one."""
+    python = other_python()
+    if python is None:
+        pytest.skip("there is no other CPython 3.10 to 3.14 with headers, on PATH or of pyenv")
+    number = python.name.removeprefix("python").replace(".", "")
+    gone = f"build/lib.linux-{platform.machine()}-cpython-{number}/fastreduce/gone.py"
+    (installed.unpacked / gone).parent.mkdir(parents=True)
+    (installed.unpacked / gone).touch()
+    said(python, "-m", "venv", tmp_path)
+    pip = [tmp_path / "bin" / "python", "-m", "pip"]
+    objects = list(installed.unpacked.glob("build/*/*.o"))
+    before = {path: path.stat().st_mtime_ns for path in objects}
+    said(*pip, "wheel", "--no-deps", "-w", tmp_path, installed.unpacked, env=QUICK)
+    # What knows Python is compiled anew, nothing else is.
+    assert [each.name for each in objects if each.stat().st_mtime_ns != before[each]] == [
+        "bindings.o"
+    ]
+    wheel = tmp_path / f"{NAME}-cp{number}-cp{number}-linux_{platform.machine()}.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if not name.startswith(NAME)} == {
+            *(name for name in sources if name.startswith("fastreduce/")),
+            f"fastreduce/_C.cpython-{number}-{platform.machine()}-linux-gnu.so",
+        }
+    said(*pip, "install", "--no-index", "--no-deps", wheel)
+    said(tmp_path / "bin" / "python", ROOT / "tests" / "core_alone.py", env=OUTSIDE, cwd=tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
