@@ -866,20 +866,12 @@ class Communicator:
             raise RuntimeError(f"tune: tensors on {place} go through the process group")
         topology, machine = self._topology_on(place), self._machine(place)
         if gpu is None:
-            rounds = tuning.HOST_ROUNDS
-            timed = tuning.on_host(
-                lambda name, tensor: self.all_reduce(tensor, "sum", cast(Algorithm, name)),
-                self.barrier,
-                max(sizes),
-            )
             buffer = self._allocate(max(sizes), torch.uint8)
+            run = self._reduce_on_host
         else:
-            rounds = tuning.GPU_ROUNDS
-            timed = tuning.on_gpu(functools.partial(self._reduce_on_gpu, gpu))
             buffer = gpu.empty((max(sizes),), torch.uint8)
-        calls = tuning.measure(timed, buffer, self.world_size, topology, sizes, rounds, progress)
-        # The slowest rank counts, and all decide alike.
-        times = tuning.slowest(self._group.all_gather_object(calls))
+            run = functools.partial(self._reduce_on_gpu, gpu)
+        times = tuning.measure(self, run, buffer, topology, sizes, progress)
         limits = policy.limits_of(times)
         if gpu is None:
             self.topology = replace(self.topology, limits=limits)
@@ -1131,6 +1123,9 @@ class Communicator:
         if gpu is None:
             self._say(f"CUDA tensors go through the process group, because {reason}")
         return gpu
+
+    def _reduce_on_host(self, algorithm: str, tensor: Tensor) -> None:
+        self.all_reduce(tensor, "sum", cast(Algorithm, algorithm))
 
     def _reduce_on_gpu(self, gpu: cuda.CudaTransport, algorithm: str, tensor: Tensor) -> None:
         """By any algorithm, the process group's too."""

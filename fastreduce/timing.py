@@ -20,8 +20,8 @@ from fastreduce.communicator import Communicator
 CPU = torch.device("cpu")
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """For a method that needs no preparing, or no closing."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Method:
     """
 
     run: Callable[[], object]
-    prepare: Callable[[], object] = _nothing
+    prepare: Callable[[], object] = nothing
     calls: int = 1
     wrong: Callable[[], int] | None = None
-    close: Callable[[], object] = _nothing
+    close: Callable[[], object] = nothing
 
 
 @dataclass(frozen=True)

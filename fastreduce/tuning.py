@@ -12,11 +12,11 @@ import json
 import os
 import platform
 import re
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,90 +24,61 @@ from torch import Tensor
 from fastreduce import policy
 from fastreduce.policy import Limits
 
+if TYPE_CHECKING:
+    from fastreduce.communicator import Communicator
+
 GPU_SIZES = tuple(policy.KIB << n for n in range(17))  # to 64 MiB
 HOST_SIZES = tuple(policy.KIB << n for n in range(9))  # to what one_shot can at most
 # A call on the host takes microseconds, and now and then a change of processes.
 GPU_ROUNDS, HOST_ROUNDS = 15, 200
 
-# An all-reduce by the algorithm of that name, of a float32 tensor.
-Run = Callable[[str, Tensor], object]
-# Its seconds.
-Timed = Callable[[str, Tensor], float]
-# Algorithm -> bytes -> seconds: of each call on one rank, and of all ranks' calls.
-Calls = dict[str, dict[int, list[float]]]
+# Algorithm -> bytes -> seconds of a call.
 Times = dict[str, dict[int, float]]
 
 
 def measure(
-    timed: Timed,
+    communicator: Communicator,
+    run: Callable[[str, Tensor], object],
     buffer: Tensor,
-    world_size: int,
     topology: policy.Topology | policy.GpuTopology,
     sizes: Sequence[int],
-    rounds: int,
     progress: Callable[[int], object] | None = None,
-) -> Calls:
-    """Times every algorithm that is able to.
-
-    The algorithms take turns within a size, so that a change of the machine's clock meets all.
+) -> Times:
+    """Collective: medians of the slowest rank, of every algorithm that is able to; the same on all
+    ranks. (See :mod:`fastreduce.timing`.)
 
     Args:
-        buffer: bytes, of the largest size at least.
-        rounds: calls of each; a fifth as many before that do not count.
+        run: an all-reduce by the algorithm of that name, of a float32 tensor.
+        buffer: bytes, of the largest size at least. On the host each call works on numbers that its
+            rank has just written, as a gradient's are.
         progress: called with each size, once it is done.
     """
-    calls: Calls = {}
+    from fastreduce import timing  # which needs a communicator
+
+    place = buffer.device
+    rounds = HOST_ROUNDS if place.type == "cpu" else GPU_ROUNDS
+    numbers = torch.zeros(0)
+    if place.type == "cpu":
+        numbers = torch.randn(max(sizes) // 4)
+    times: Times = {}
     for size in sizes:
         tensor = buffer[:size].view(torch.float32).zero_()
-        able = policy.candidates(size, world_size, topology)
-        for turn in range(-(rounds // 5), rounds):
-            for name in able:
-                seconds = timed(name, tensor)
-                if turn >= 0:
-                    calls.setdefault(name, {}).setdefault(size, []).append(seconds)
+        fresh = numbers[: tensor.numel()]
+        methods = {
+            name: timing.Method(
+                partial(run, name, tensor),
+                partial(tensor.copy_, fresh) if len(fresh) else timing.nothing,
+            )
+            for name in policy.candidates(size, communicator.world_size, topology)
+        }
+        taken = timing.take_turns(
+            communicator, methods, rounds=rounds, warm_up=rounds // 5, device=place
+        )
+        for name, own in taken.items():
+            times.setdefault(name, {})[size] = timing.Spread.of(own).median
         if progress is not None:
             progress(size)
-    return calls
-
-
-def slowest(every: Sequence[Calls]) -> Times:
-    """Of all ranks' calls: the slowest rank is a call's, the median of these a size's."""
-
-    def seconds(name: str, size: int) -> float:
-        together = zip(*(calls[name][size] for calls in every), strict=True)
-        median: float = statistics.median(max(each) for each in together)
-        return median
-
-    return {name: {size: seconds(name, size) for size in sizes} for name, sizes in every[0].items()}
-
-
-def on_host(run: Run, meet: Callable[[], object], largest: int) -> Timed:
-    """Each call works on numbers that its rank has just written, as a gradient's are; ranks begin
-    together."""
-    fresh = torch.randn(largest // 4)
-
-    def timed(name: str, tensor: Tensor) -> float:
-        tensor.copy_(fresh[: tensor.numel()])
-        meet()
-        begin = time.perf_counter()
-        run(name, tensor)
-        return time.perf_counter() - begin
-
-    return timed
-
-
-def on_gpu(run: Run) -> Timed:
-    """On the current stream, in its own time."""
-
-    def timed(name: str, tensor: Tensor) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run(name, tensor)
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-    return timed
+    return times
 
 
 # -- what is known of a machine -------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fastreduce
-from fastreduce import cuda, policy, rendezvous, tune_command, tuning
+from fastreduce import cuda, policy, rendezvous, timing, tune_command, tuning
 from fastreduce.__main__ import main
 from fastreduce.policy import KIB
 
@@ -38,12 +38,37 @@ class Event:
         return end.at - self.at
 
 
+class Alone:
+    """A communicator of eight ranks, of which all others do as this one does."""
+
+    world_size = 8
+
+    def __init__(self) -> None:
+        self.meetings = 0
+
+    def barrier(self) -> None:
+        self.meetings += 1
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        assert root == 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
+        assert op == "max"
+
+
+class OnGpu(torch.Tensor):
+    """Says that it lies on one."""
+
+    device = torch.device("cuda", 0)
+
+
 def test_measure_takes_medians_in_turns(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    calls, alone = [], Alone()
 
     def run(name: str, tensor: torch.Tensor) -> None:
-        assert not tensor.any()
+        assert not tensor.any() and alone.meetings == len(calls) + 1
         calls.append((name, tensor.nbytes))
         # Now and then something else runs on the machine.
         outlier = 50.0 if len(calls) % 7 == 0 else 0.0
@@ -51,43 +76,39 @@ def test_measure_takes_medians_in_turns(monkeypatch):
         Event.now += base + outlier
 
     topology = policy.GpuTopology("switch")
-    buffer = torch.ones(policy.MIB, dtype=torch.uint8)
+    buffer = torch.ones(policy.MIB, dtype=torch.uint8).as_subclass(OnGpu)
     sizes, seen = [policy.KIB, policy.MIB], []
-    timed = tuning.on_gpu(run)
-    found = tuning.measure(timed, buffer, 8, topology, sizes, tuning.GPU_ROUNDS, seen.append)
+    found = tuning.measure(alone, run, buffer, topology, sizes, seen.append)
     assert seen == sizes
-    assert tuning.slowest([found]) == {
+    expected = {
         "low_latency": {1024: 1e-3},
         "one_shot": {1024: 2e-3},
         "two_shot": {1024: 3e-3, 1 << 20: 3e-3},
         "process_group": {1024: 4e-3, 1 << 20: 4e-3},
     }
-    assert [name for name, _ in calls[:5]] == [*found, "low_latency"]
+    assert found.keys() == expected.keys()
+    assert all(found[name] == pytest.approx(expected[name]) for name in found)
+    assert len({name for name, _ in calls[:4]}) == 4  # in turns
     assert len(calls) == (4 + 2) * (tuning.GPU_ROUNDS + tuning.GPU_ROUNDS // 5)
 
 
 def test_calls_on_the_host_begin_together_with_fresh_numbers(monkeypatch):
-    clock, calls, done = iter(range(1000)), [], []
-    monkeypatch.setattr(tuning.time, "perf_counter", lambda: float(next(clock)))
+    clock, done, alone = iter(range(10_000)), [], Alone()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
 
     def run(name: str, tensor: torch.Tensor) -> None:
-        assert calls.pop() == "meet"
+        assert alone.meetings == len(done) + 1
         done.append((name, tensor.clone()))
         tensor.mul_(2)
 
-    timed = tuning.on_host(run, lambda: calls.append("meet"), 2048)
     buffer = torch.empty(2048, dtype=torch.uint8)
     topology = policy.Topology(True, 2, 2)
-    found = tuning.measure(timed, buffer, 2, topology, [1024, 2048], 5)
-    assert found == {name: {1024: [1.0] * 5, 2048: [1.0] * 5} for name in ("one_shot", "two_shot")}
-    assert [name for name, _ in done[:3]] == ["one_shot", "two_shot", "one_shot"]
-    assert all(torch.equal(numbers, done[0][1]) for _, numbers in done[:12])
-
-
-def test_the_slowest_rank_of_each_call_counts():
-    first = {"one_shot": {1024: [1.0, 1.0, 5.0, 1.0, 1.0]}}
-    second = {"one_shot": {1024: [3.0, 2.0, 1.0, 4.0, 1.0]}}
-    assert tuning.slowest([first, second]) == {"one_shot": {1024: 3.0}}
+    found = tuning.measure(alone, run, buffer, topology, [1024, 2048])
+    assert found == {name: {1024: 1.0, 2048: 1.0} for name in ("one_shot", "two_shot")}
+    assert {name for name, _ in done[:2]} == set(found)
+    assert len(done) == 2 * 2 * (tuning.HOST_ROUNDS + tuning.HOST_ROUNDS // 5)
+    assert all(torch.equal(numbers, done[0][1]) for _, numbers in done[: len(done) // 2])
+    assert done[0][1].unique().numel() > 1
 
 
 def test_what_was_measured_is_remembered_by_machine(monkeypatch, tmp_path):
