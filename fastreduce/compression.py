@@ -21,15 +21,10 @@ from fastreduce.measure import Measurement, norm_of
 from fastreduce.process_group import Done
 from fastreduce.residual import Residual
 from fastreduce.weights import Weight
-from fastreduce.wire import FP32, SELECTED, Policy, Wire, key_of, part_of
+from fastreduce.wire import FP32, NATIVE, SELECTED, Policy, Wire, key_of, part_of
 
 # Gradients of others travel as they are.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_NATIVE = {
-    torch.float32: FP32,
-    torch.float16: Wire("fp16", feedback=False),
-    torch.bfloat16: Wire("bf16", feedback=False),
-}
 
 
 class Step:
@@ -204,14 +199,16 @@ class Compression:
             wire = self._policy.of(name, parameter.shape, step.number)
             count = elements_of(parameter)
             each = Section(name, parameter, offset, count, wire)
-            larger = wire.format == "lowrank" and not lowrank.pays(parameter, wire.rank)
+            if wire.format == "lowrank" and not parameter.is_complex():
+                each.factors = lowrank.factors(parameter.shape, wire.rank)
+            larger = wire.format == "lowrank" and each.factors is None
             each.plain = ranks == 1 or larger or not wire.loses(dtype)
             if not each.plain:
                 nbytes[wire] = nbytes.get(wire, 0) + count * dtype.itemsize
             sections.append(each)
             offset += count
         # In its own format a 16-bit gradient loses nothing, unless it is multiplied before.
-        native = FP32 if step.weighted else _NATIVE[dtype]
+        native = FP32 if step.weighted else NATIVE[dtype]
         for each in sections:
             each.plain = each.plain or self._policy.stays_uncompressed(nbytes[each.wire])
             each.keeps = not each.plain and each.wire.feedback
@@ -241,7 +238,7 @@ class Compression:
                 rest.append(each)
         selected = [Selected(each, ranks) for each in by_wire.values()]
         encoded = Part(rest, ranks, self._servers or ((), 0)) if rest else None
-        return Bucket(encoded, selected, factored)
+        return Bucket(ranks, encoded, selected, factored)
 
     def all_reduce(
         self,

@@ -24,6 +24,7 @@ class Section:
         place: which of its elements this rank reduces, see :meth:`Residual.move`.
         plain: it travels as it is.
         keeps: there will be a residual after the step.
+        factors: elements of both, in low rank.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Section:
     keeps: bool = False
     residual: Residual | None = None
     place: tuple[int, int, int] = (0, 0, 0)
+    factors: tuple[int, int] | None = None
 
 
 class Part(Layout):
@@ -101,6 +103,11 @@ class Part(Layout):
             coding.decode(chunk, message.data_ptr())
 
 
+def selected_bytes(k: int) -> int:
+    """Of a rank's message of so many elements: their number, and of each index and value."""
+    return 8 + 8 * k
+
+
 class Selected(Part):
     """Parameters of which a few elements are sent."""
 
@@ -112,7 +119,7 @@ class Selected(Part):
             raise ValueError(f"{wire.format}: expected less than 2^32 elements in a bucket")
         self.k = wire.chosen(count)
         self.checksum ^= zlib.crc32(repr((wire, self.k)).encode())
-        self.message_bytes = 8 + 8 * self.k
+        self.message_bytes = selected_bytes(self.k)
         self._expected = 0  # by which the kernel begins to look; its choice does not depend on it
 
     def select(self, coding: Any, message: Tensor) -> None:
@@ -149,6 +156,7 @@ class Selected(Part):
 class Bucket:
     """How a bucket's parameters are encoded, in one phase. The same on all ranks."""
 
+    ranks: int
     encoded: Part | None
     selected: list[Selected]
     factored: list[Section]
@@ -173,5 +181,7 @@ class Bucket:
 
     def sent_bytes(self, rank: int) -> int:
         """What a rank sends to others in a step."""
-        factors = sum(lowrank.sent_bytes(each.parameter, each.wire.rank) for each in self.factored)
-        return sum(part.sent_bytes(rank) for part in self.parts()) + factors
+        factors = [each.factors for each in self.factored if each.factors]
+        return sum(part.sent_bytes(rank) for part in self.parts()) + sum(
+            lowrank.sent_bytes(left, right, self.ranks) for left, right in factors
+        )

@@ -12,10 +12,11 @@ from functools import cache
 
 import torch
 
-from fastreduce import _C, enums, policy
+from fastreduce import _C, enums, lowrank, policy
+from fastreduce.encoding import selected_bytes
 from fastreduce.footprint import Gradient
 from fastreduce.policy import MIB, GpuTopology
-from fastreduce.wire import FP32, SMALL_BYTES, Policy, Wire
+from fastreduce.wire import FP32, NATIVE, SELECTED, SMALL_BYTES, Policy, Wire
 
 # DDP's first bucket, which is small so that communication begins early.
 FIRST_BUCKET_BYTES = MIB
@@ -87,26 +88,116 @@ LINKS = {
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """What the kernels reduce in a wire format.
+
+    Attributes:
+        elements: of which residuals are kept.
+        payload: bytes of all of it, encoded.
+    """
+
+    elements: int
+    payload: int
+
+    def sent(self, ranks: int) -> float:
+        """Bytes from one rank to all others."""
+        return 2 * self.payload * (ranks - 1) / ranks
+
+    def memory(self, ranks: int) -> float:
+        """Bytes: residuals in float32, now and next, of what it sends and of what it reduces; three
+        messages of everything, and one of its part."""
+        return 8 * self.elements * (1 + 1 / ranks) + self.payload * (3 + 1 / ranks)
+
+    def way(self, cluster: Cluster) -> tuple[str, float]:
+        """The algorithm, and its seconds."""
+        return "all_to_all, all_gather", cluster.exchange(self.payload)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some of the elements, from every rank to all.
+
+    Attributes:
+        elements: of which residuals are kept.
+        message: bytes of a rank's.
+    """
+
+    elements: int
+    message: int
+
+    def sent(self, ranks: int) -> float:
+        """See :class:`Blocks`."""
+        return self.message * (ranks - 1)
+
+    def memory(self, ranks: int) -> float:
+        """Residuals, and all messages beside the own one."""
+        return 8 * self.elements + self.message * (ranks + 1)
+
+    def way(self, cluster: Cluster) -> tuple[str, float]:
+        """See :class:`Blocks`."""
+        return "all_gather", cluster.gather(self.message * cluster.ranks)
+
+
+@dataclass(frozen=True)
+class Factored:
+    """Matrices in low rank, one after the other.
+
+    Attributes:
+        elements: of which residuals are kept.
+        factors: of each matrix, the left and the right one's elements, of float32.
+        rest: what is no matrix, and travels as it is.
+    """
+
+    elements: int
+    factors: tuple[tuple[int, int], ...]
+    rest: Blocks | None
+
+    def sent(self, ranks: int) -> float:
+        """See :class:`Blocks`."""
+        rest = self.rest.sent(ranks) if self.rest else 0.0
+        return rest + sum(lowrank.sent_bytes(*both, ranks) for both in self.factors)
+
+    def memory(self, ranks: int) -> float:
+        """Residuals, the right factors of two steps, and the rest's messages."""
+        rest = self.rest.memory(ranks) if self.rest else 0.0
+        return rest + 8 * (self.elements + sum(right for _, right in self.factors))
+
+    def way(self, cluster: Cluster) -> tuple[str, float]:
+        """Both factors are reduced, and the left one is sent out once more: half an all-reduce."""
+        seconds = self.rest.way(cluster)[1] if self.rest else 0.0
+        for left, right in self.factors:
+            seconds += 1.5 * cluster.all_reduce(4 * left)[1] + cluster.all_reduce(4 * right)[1]
+        return "factors", seconds
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Gradients that travel together.
 
     Attributes:
         elements, nbytes: of all of them.
         ready: the share of backward after which all are there.
-        payload: bytes of all of them in the wire format; None where they travel as they are.
+        encoded: in the wire format; None where they travel as they are.
     """
 
     elements: int
     nbytes: int
     ready: float
-    payload: int | None
+    encoded: Blocks | Chosen | Factored | None
+
+    def sent(self, ranks: int) -> float:
+        """Bytes from one rank to all others."""
+        if self.encoded is None:
+            return 2 * self.nbytes * (ranks - 1) / ranks
+        return self.encoded.sent(ranks)
 
 
 def buckets(
     gradients: Sequence[Gradient], cap: int, wire: Wire = FP32, dtype: torch.dtype = torch.float32
 ) -> list[Bucket]:
     """As DDP makes them: in the order in which gradients are ready, closed as soon as they have
-    ``cap`` bytes, the first one earlier. ``dtype`` is the gradients'."""
+    ``cap`` bytes, the first one earlier. ``dtype`` is the gradients'; ``wire`` is not
+    ``threshold``, of which nobody knows what it sends."""
     found: list[Bucket] = []
     part: list[Gradient] = []
     nbytes = 0
@@ -114,31 +205,47 @@ def buckets(
         part.append(gradient)
         nbytes += gradient.nbytes
         if nbytes >= (cap if found else min(cap, FIRST_BUCKET_BYTES)) or place == len(gradients):
-            counts = [each.elements for each in part]
-            payload = _payload(counts, nbytes, wire, dtype)
-            found.append(Bucket(sum(counts), nbytes, max(each.ready for each in part), payload))
+            elements = sum(each.elements for each in part)
+            ready = max(each.ready for each in part)
+            found.append(Bucket(elements, nbytes, ready, _encoded(part, wire, dtype)))
             part, nbytes = [], 0
     return found
 
 
-def _payload(counts: Sequence[int], nbytes: int, wire: Wire, dtype: torch.dtype) -> int | None:
-    """None, too, where the format loses nothing of ``dtype``, and for small buckets."""
-    if not wire.loses(dtype) or Policy(wire, 0, SMALL_BYTES).stays_uncompressed(nbytes):
+def _encoded(
+    part: Sequence[Gradient], wire: Wire, dtype: torch.dtype
+) -> Blocks | Chosen | Factored | None:
+    """None, too, where the format loses nothing of ``dtype``, and for small buckets. As
+    :class:`fastreduce.compression.Compression` lays them out."""
+    if not wire.loses(dtype):
         return None
+    factors = [lowrank.factors(each.shape, wire.rank) for each in part]
+    lossy = part
+    if wire.format == "lowrank":
+        lossy = [each for each, both in zip(part, factors, strict=True) if both]
+    if Policy(wire, 0, SMALL_BYTES).stays_uncompressed(sum(each.nbytes for each in lossy)):
+        return None
+    elements = sum(each.elements for each in lossy)
+    if wire.format == "lowrank":
+        rest = [each.elements for each, both in zip(part, factors, strict=True) if not both]
+        native = Blocks(0, _payload(rest, NATIVE[dtype])) if rest else None
+        return Factored(elements, tuple(both for both in factors if both), native)
+    if wire.format in SELECTED:
+        return Chosen(elements, selected_bytes(wire.chosen(elements)))
+    return Blocks(elements, _payload([each.elements for each in lossy], wire))
+
+
+def _payload(counts: Sequence[int], wire: Wire) -> int:
     number = enums.FORMAT[wire.format]
-    return _C.WirePlan(
-        1, [(0, count, 0, number, False, wire.block) for count in counts]
-    ).message_bytes(0)
+    rows = [(0, count, 0, number, False, wire.block) for count in counts]
+    return _C.WirePlan(1, rows).message_bytes(0)
 
 
 def wire_memory(found: Sequence[Bucket], ranks: int) -> int:
-    """Bytes that a wire format keeps on a rank: residuals in float32, now and next, of what it
-    sends and of what it reduces; and three messages of everything, one of its part."""
+    """Bytes that a wire format keeps on a rank."""
     if ranks == 1:
         return 0
-    encoded = [(each.elements, each.payload) for each in found if each.payload is not None]
-    residuals = 2 * 4 * sum(elements for elements, _ in encoded) * (1 + 1 / ranks)
-    return round(residuals + sum(payload for _, payload in encoded) * (3 + 1 / ranks))
+    return round(sum(each.encoded.memory(ranks) for each in found if each.encoded is not None))
 
 
 @dataclass(frozen=True)
@@ -186,16 +293,22 @@ class Cluster:
         """Seconds of an all-reduce in a wire format, without encoding: every rank sends each other
         one its part, and then all gather what has been reduced, in a ring. Between hosts every rank
         sends for itself."""
-        ranks, hosts, share = self.ranks, self.hosts, self.ranks_per_host
-        if hosts == 1:
-            part = payload * (ranks - 1) / ranks
-            return self.inside.call(part, 1) + self.inside.call(part, ranks - 1)
-        apart = payload * (hosts - 1) / hosts
-        seconds = self.between.call(share * apart, 1) + self.between.call(apart, ranks - 1)
+        part = payload * (self.ranks - 1) / self.ranks
+        if self.hosts == 1:
+            return self.inside.call(part, 1) + self.gather(payload)
+        share = self.ranks_per_host
+        seconds = self.between.call(share * payload * (self.hosts - 1) / self.hosts, 1)
         if share > 1:
-            own = payload * (share - 1) / ranks
-            seconds += self.inside.call(own, 0) + self.inside.call(payload, 0)
-        return seconds
+            seconds += self.inside.call(payload * (share - 1) / self.ranks, 0)
+        return seconds + self.gather(payload)
+
+    def gather(self, nbytes: int) -> float:
+        """Seconds until all have all of what every rank has a part of, in a ring."""
+        if self.hosts == 1:
+            return self.inside.call(nbytes * (self.ranks - 1) / self.ranks, self.ranks - 1)
+        apart = nbytes * (self.hosts - 1) / self.hosts
+        within = self.inside.call(nbytes, 0) if self.ranks_per_host > 1 else 0.0
+        return self.between.call(apart, self.ranks - 1) + within
 
     def star(self, nbytes: int) -> float:
         """Seconds until a server has heard everybody, or all have heard it: what its link takes."""
@@ -279,14 +392,14 @@ def data_parallel(found: Sequence[Bucket], cluster: Cluster, compute: Compute | 
     """Buckets are all-reduced while backward goes on."""
 
     @cache
-    def way(nbytes: int, payload: int | None) -> tuple[str, float]:
-        if payload is None or cluster.ranks == 1:
+    def way(nbytes: int, encoded: Blocks | Chosen | Factored | None) -> tuple[str, float]:
+        if encoded is None or cluster.ranks == 1:
             return cluster.all_reduce(nbytes)
-        return "all_to_all, all_gather", cluster.exchange(payload)
+        return encoded.way(cluster)
 
-    seconds = [way(bucket.nbytes, bucket.payload)[1] for bucket in found]
+    seconds = [way(bucket.nbytes, bucket.encoded)[1] for bucket in found]
     largest = max(found, key=lambda bucket: bucket.nbytes)
-    algorithm, _ = way(largest.nbytes, largest.payload)
+    algorithm, _ = way(largest.nbytes, largest.encoded)
     return _step(found, seconds, 0.0, algorithm, compute)
 
 

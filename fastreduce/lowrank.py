@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastreduce import cuda
 
@@ -16,19 +17,20 @@ if TYPE_CHECKING:
     from fastreduce.communicator import Communicator
 
 
-def pays(parameter: nn.Parameter, rank: int) -> bool:
-    """Whether the factors have less elements than the parameter."""
-    if parameter.dim() < 2 or parameter.is_complex() or not parameter.numel():
-        return False
-    rows = parameter.shape[0]
-    return rank * (rows + parameter.numel() // rows) < parameter.numel()
+def factors(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
+    """Elements of the left and the right factor of a parameter; None where it is no matrix, or not
+    larger than both."""
+    count = math.prod(shape)
+    if len(shape) < 2 or not count:
+        return None
+    left, right = rank * shape[0], rank * (count // shape[0])
+    return (left, right) if left + right < count else None
 
 
-def sent_bytes(parameter: nn.Parameter, rank: int) -> int:
-    """What a rank sends of one in a step, about: both factors are reduced, and the left one is sent
-    out once more."""
-    rows = parameter.shape[0]
-    return 4 * rank * (3 * rows + 2 * (parameter.numel() // rows))
+def sent_bytes(left: int, right: int, ranks: int) -> int:
+    """What a rank sends of such factors in a step: both are reduced, and one rank sends the left
+    one out once more."""
+    return 4 * (2 * (left + right) * (ranks - 1) // ranks + left)
 
 
 def all_reduce(

@@ -25,7 +25,7 @@ from fastreduce.options import EXIT_STATUS, UsageError, checked, positive, whole
 from fastreduce.plan import State, Work
 from fastreduce.plan_report import Plan, Scaling
 from fastreduce.policy import MIB
-from fastreduce.wire import Wire
+from fastreduce.wire import FP32, Wire
 
 EXAMPLES = """\
 examples:
@@ -60,6 +60,36 @@ _SHAPES: dict[str, tuple[bool, tuple[plan.Sharding, ...]]] = {
     "split, replicas share the state": (True, ("optimizer",)),
     "split, replicas share everything": (True, ("all",)),
 }
+
+
+# What follows the name of a wire format.
+_WIRE_NUMBERS = {"topk": "k", "randomk": "k", "lowrank": "rank"}
+
+
+def _wire(text: str) -> Wire:
+    name, colon, number = text.partition(":")
+    if name == "threshold":
+        raise ValueError(
+            "how much threshold sends depends on the gradients' values, which nobody knows before: "
+            "topk with the k that is expected sends as much"
+        )
+    if name not in (*errors.FORMATS, *_WIRE_NUMBERS):
+        allowed = ", ".join([*errors.FORMATS, *(f"{each}:NUMBER" for each in _WIRE_NUMBERS)])
+        raise ValueError(f"expected one of {allowed}, got {text!r}")
+    if not colon:
+        return Wire(name)  # type: ignore[arg-type]
+    if name not in _WIRE_NUMBERS:
+        raise ValueError(f"{name} takes no number, got {text!r}")
+    try:
+        value = int(number) if number.isdigit() else float(number)
+    except ValueError:
+        raise ValueError(f"expected a number behind {name}:, got {text!r}") from None
+    return Wire(name, **{_WIRE_NUMBERS[name]: value})  # type: ignore[arg-type]
+
+
+def _wire_name(wire: Wire) -> str:
+    option = _WIRE_NUMBERS.get(wire.format)
+    return f"{wire.format}:{getattr(wire, option)}" if option else wire.format
 
 
 def _share(text: str) -> float:
@@ -149,9 +179,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument(
         "--wire",
-        choices=errors.FORMATS,
-        default="fp32",
-        help="format of gradients between data-parallel ranks (fp32: as they are)",
+        type=checked(_wire),
+        default=FP32,
+        metavar="FORMAT",
+        help=f"of gradients between data-parallel ranks: {', '.join(errors.FORMATS)}, topk:K or "
+        "randomk:K (K elements of a bucket, or a fraction, 0.01), lowrank:RANK (fp32, as they are)",
     )
     training.add_argument(
         "--bucket-mb", type=checked(positive), default=25, help="MiB of DDP's buckets (25)"
@@ -277,6 +309,8 @@ def make(options: argparse.Namespace, progress: Callable[[str], object] = lambda
         elements, weights = found.elements, found.weights
     else:
         _refuse(options, "with --params", "input", "checkpoint", "flops")
+        if options.wire.format == "lowrank":
+            raise ValueError("--wire: lowrank needs the parameters' shapes, so --model")
         if options.activations is not None and options.batch is None:
             raise ValueError("--batch: needed with --activations")
         elements, weights = options.params, options.params * dtype.itemsize
@@ -295,7 +329,7 @@ def make(options: argparse.Namespace, progress: Callable[[str], object] = lambda
         inputs = round(each.inputs) + found.buffers
         return Work(round(each.saved), inputs, max(0, round(each.temporary)))
 
-    buckets = forecast.buckets(gradients, cap, Wire(options.wire), dtype)
+    buckets = forecast.buckets(gradients, cap, options.wire, dtype)
     # Where nothing depends on the batch, there are as many samples as anybody may want.
     batch = options.batch or plan.MOST_GPUS * options.layers
     layouts = plan.layouts(
@@ -336,9 +370,10 @@ def make(options: argparse.Namespace, progress: Callable[[str], object] = lambda
         batch=options.batch,
         training={
             name: str(getattr(options, name))
-            for name in ("batch", "accumulation", "precision", "optimizer", "checkpoint", "wire")
+            for name in ("batch", "accumulation", "precision", "optimizer", "checkpoint")
             if getattr(options, name) is not None
-        },
+        }
+        | {"wire": _wire_name(options.wire)},
         ranks=ranks,
         hosts=hosts,
         layers=options.layers,
@@ -352,7 +387,18 @@ def make(options: argparse.Namespace, progress: Callable[[str], object] = lambda
         steps=steps,
         compute=compute,
         scaling=scaling,
-        sources=_sources(options, found, links, compute),
+        sources=_sources(options, found, links, compute)
+        | ({"wire": _said_of(options.wire, buckets, ranks)} if options.wire != FP32 else {}),
+    )
+
+
+def _said_of(wire: Wire, buckets: Sequence[Bucket], ranks: int) -> str:
+    elements = sum(each.elements for each in buckets)
+    sent = sum(each.sent(ranks) for each in buckets) / elements
+    plain = sum(each.nbytes for each in buckets) / elements * 2 * (ranks - 1) / ranks
+    return (
+        f"computed: with {_wire_name(wire)} a rank sends {sent:.4g} bytes an element to others, "
+        f"as they are {plain:.4g}"
     )
 
 

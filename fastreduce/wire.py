@@ -102,6 +102,12 @@ class Wire:
 
 
 FP32 = Wire()
+# Of gradients that travel as they are.
+NATIVE = {
+    torch.float32: FP32,
+    torch.float16: Wire("fp16", feedback=False),
+    torch.bfloat16: Wire("bf16", feedback=False),
+}
 
 # One for all parameters, or what a parameter's name and shape say; and that by the step from which
 # on it holds.

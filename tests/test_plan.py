@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import fastreduce
+from benchmarks import models
 from fastreduce import footprint, forecast, plan, plan_command, plan_report
 from fastreduce.__main__ import _parser, main
 from fastreduce.footprint import Gradient, Sample
@@ -474,14 +477,103 @@ def test_payload():
     gradients = [Gradient((100_000,), 400_000, 0.5), Gradient((100,), 400, 1.0)]
     [bucket] = forecast.buckets(gradients, 25 * MIB, Wire("int8"))
     assert (bucket.elements, bucket.nbytes, bucket.ready) == (100_100, 400_400, 1.0)
-    assert bucket.payload == 100_100 + 4 * (782 + 1)
+    assert bucket.encoded == forecast.Blocks(100_100, 100_100 + 4 * (782 + 1))
     [small] = forecast.buckets([Gradient((100,), 400, 1.0)], 25 * MIB, Wire("int8"))
-    assert small.payload is None
+    assert small.encoded is None and small.sent(2) == 400
     [native] = forecast.buckets(gradients, 25 * MIB, Wire("bf16"), torch.bfloat16)
-    assert native.payload is None
+    assert native.encoded is None
     residuals = 2 * 4 * 100_100 * (1 + 1 / 4)
-    assert forecast.wire_memory([bucket], 4) == round(residuals + 3.25 * bucket.payload)
+    payload = bucket.encoded.payload
+    assert forecast.wire_memory([bucket], 4) == round(residuals + 3.25 * payload)
     assert forecast.wire_memory([bucket], 1) == 0
+
+
+def test_chosen_elements():
+    """A number, and 8 bytes for each, from every rank to all."""
+    gradients = [Gradient((200, 1000), 800_000, 0.5), Gradient((100,), 400, 1.0)]
+    [bucket] = forecast.buckets(gradients, 25 * MIB, Wire("topk", k=0.01))
+    message = 8 + 8 * 2001
+    assert bucket.encoded == forecast.Chosen(200_100, message)
+    assert bucket.sent(4) == 3 * message
+    assert forecast.wire_memory([bucket], 4) == 8 * 200_100 + 5 * message
+    step = forecast.data_parallel([bucket], Cluster(4, 1, LINK, LINK), None)
+    assert step.algorithm == "all_gather"
+    assert step.communication == pytest.approx(3 * message / LINK.bandwidth + 3 * LINK.latency)
+    apart = forecast.data_parallel([bucket], Cluster(2, 2, LINK, SLOW), None)
+    assert apart.communication == pytest.approx(message / SLOW.bandwidth + SLOW.latency)
+    [few] = forecast.buckets(gradients, 25 * MIB, Wire("randomk", k=7))
+    assert few.encoded == forecast.Chosen(200_100, 8 + 8 * 7)
+
+
+def test_low_rank():
+    """Three collectives of a matrix; what is none travels as it is, unless all of it is small."""
+    shapes = [(100, 30, 10), (100,), (2, 3)]
+    gradients = [Gradient(shape, 4 * math.prod(shape), 1.0) for shape in shapes]
+    [bucket] = forecast.buckets(gradients, 25 * MIB, Wire("lowrank", rank=2))
+    rest = forecast.Blocks(0, 4 * 106)
+    assert bucket.encoded == forecast.Factored(30_000, ((200, 600),), rest)
+    assert bucket.sent(2) == 4 * 800 + 4 * 200 + 4 * 106
+    messages = round(4 * 106 * 3.5)
+    assert forecast.wire_memory([bucket], 2) == 8 * (30_000 + 600) + messages
+    cluster = Cluster(4, 1, LINK, LINK)
+    step = forecast.data_parallel([bucket], cluster, None)
+    assert step.algorithm == "factors"
+    left, right = (cluster.all_reduce(nbytes)[1] for nbytes in (800, 2400))
+    assert step.communication == pytest.approx(1.5 * left + right + cluster.exchange(4 * 106))
+    [small] = forecast.buckets(gradients[1:], 25 * MIB, Wire("lowrank"))
+    assert small.encoded is None
+    [half] = forecast.buckets(gradients, 25 * MIB, Wire("lowrank"), torch.bfloat16)
+    assert half.encoded.rest == forecast.Blocks(0, 2 * 106)
+
+
+@pytest.mark.parametrize(
+    ("wire", "bytes_per_element", "near"),
+    [
+        *(("fp32", 4.0006, 1e-3), ("bf16", 2.0001, 1e-4), ("int8", 1.0314, 1e-3)),
+        *(("onebit", 0.1564, 2e-3), ("topk:0.01", 0.0801, 2e-3), ("lowrank:2", 0.0178, 0.04)),
+    ],
+)
+def test_bytes_between_two_hosts_are_those_measured(wire, bytes_per_element, near):
+    """docs/performance.md: the MLP of benchmarks.hosts, payload as counted by the interfaces."""
+    gradients = [
+        Gradient(tuple(parameter.shape), parameter.nbytes, 1.0)
+        for parameter in reversed(list(models.mlp().parameters()))
+    ]
+    found = forecast.buckets(gradients, 25 * MIB, plan_command._wire(wire))
+    sent = sum(bucket.sent(2) for bucket in found) / sum(bucket.elements for bucket in found)
+    assert sent == pytest.approx(bytes_per_element, rel=near)
+
+
+def recorded(state: dict, wire: str) -> list[tuple[int, int]]:
+    """On a rank: of each bucket of a step its bytes, and what this rank sent."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(blocks_and_bias(), bucket_cap_mb=1)
+    hook = fastreduce.attach(ddp, wire=plan_command._wire(wire), record=True)
+    for _ in range(3):  # DDP makes its buckets anew after the first
+        ddp(torch.ones(4, 300)).sum().backward()
+    last = hook.stats()[-1]
+    hook.close()
+    return [(each.nbytes, each.wire_bytes) for each in last.buckets]
+
+
+def blocks_and_bias() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 700), nn.Tanh(), nn.Linear(700, 900), nn.LayerNorm(900))
+
+
+@pytest.mark.parametrize("wire", ["int8", "onebit", "topk:0.01", "randomk:500", "lowrank:2"])
+def test_bytes_are_those_that_ranks_send(pool, wire):
+    """Of all buckets of a step, and all ranks: a part of a matrix may be larger on one."""
+    every = pool(2).run(recorded, wire)
+    found = forecast.buckets(
+        footprint.footprint(blocks_and_bias, [Sample((300,))], (4, 2)).gradients,
+        MIB,
+        plan_command._wire(wire),
+    )
+    assert [nbytes for nbytes, _ in every[0]] == [bucket.nbytes for bucket in found]
+    for at, bucket in enumerate(found):
+        sent = sum(rank[at][1] for rank in every)
+        assert sent == pytest.approx(2 * bucket.sent(2), abs=8) if bucket.encoded else sent == 0
+    assert any(bucket.encoded for bucket in found)
 
 
 def test_buckets_are_those_of_ddp():
@@ -562,7 +654,12 @@ SMALL = ["--model", f"{__name__}:blocks", "--input", "16x32", "--batch", "8"]
         (["--params", "many"], "expected a whole number of 1 or more, got 'many'"),
         (["--params", "9", "--gpu-memory", "80 apples"], "a size such as 80GB or 512MiB"),
         (["--params", "9", "--precision", "fp8"], "invalid choice: 'fp8'"),
-        (["--params", "9", "--wire", "topk"], "invalid choice: 'topk'"),
+        (["--params", "9", "--wire", "int7"], "expected one of fp32, bf16,"),
+        (["--params", "9", "--wire", "int8:2"], "int8 takes no number, got 'int8:2'"),
+        (["--params", "9", "--wire", "topk:all"], "expected a number behind topk:, got 'topk:all'"),
+        (["--params", "9", "--wire", "topk:1.5"], "k: expected a fraction up to 1.0 or a whole"),
+        (["--params", "9", "--wire", "lowrank:0"], "rank: expected 1 or more, got 0"),
+        (["--params", "9", "--wire", "threshold"], "depends on the gradients' values"),
         (["--params", "9", "--bandwidth", "fast"], "expected GB/s, or one of nvlink-h100"),
         (["--params", "9", "--bandwidth", "-1"], "got '-1'"),
         (["--params", "9", "--backward-share", "1.5"], "between 0 and 1, got '1.5'"),
@@ -584,6 +681,7 @@ def test_options_that_cannot_be_read(capsys, options, message):
         (["--params", "9", "--bandwidth", "1", "--flops", "1"], "--flops: not with --params"),
         (["--params", "9", "--step-seconds", "1"], "--step-seconds: not without --bandwidth"),
         (["--params", "9", "--activations", "1GB"], "--batch: needed with --activations"),
+        (["--params", "9", "--wire", "lowrank:2"], "lowrank needs the parameters' shapes"),
         (["--params", "9", "--optimizer", "lion"], "expected sgd, momentum, adam, adamw or"),
         (["--params", "9", "--optimizer", "torch.optim:Lion"], "torch.optim:Lion"),
         (["--params", "9", "--optimizer", "torch.optim:Adafactor"], "without values"),
