@@ -52,7 +52,7 @@ from benchmarks import hooks, network
 from benchmarks.hooks import BASE, OURS, Attach
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.ranks import wait_for
-from benchmarks.results import machine
+from benchmarks.results import headline, machine
 
 # What a step should take at most of gloo's, in float32, between 2 hosts at 100 Mbit/s; and what a
 # payload of ours may differ from the nominal one.
@@ -380,7 +380,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             json.dump(found, file)
         return []
     about = machine()
-    print("  ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    print(headline(about), flush=True)
     results = []
     for rate in arguments.rates:
         try:

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 
-from benchmarks.all_reduce import machine
+from benchmarks.results import headline, machine
 
 TARGET_MS = 50
 CODE = """
@@ -48,7 +48,7 @@ def main() -> None:
         parser.error(f"--processes: expected at least 1, got {processes}")
     times = measure(processes)
     middle = statistics.median(times)
-    print("  ".join(f"{key} {value}" for key, value in machine().items()))
+    print(headline(machine()))
     print(
         f"{middle:.1f} ms, median of {len(times)} processes ({min(times):.1f} to "
         f"{max(times):.1f}); target < {TARGET_MS}: "

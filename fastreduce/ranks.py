@@ -41,6 +41,8 @@ def collective(
         CommandError: some rank failed.
     """
     found: T | str | None
+    if device == "cuda" and (reason := cuda.problem()):
+        raise UsageError(f"--device: cuda cannot be used: {reason}")
     if "WORLD_SIZE" in os.environ:
         if ranks is not None:
             raise UsageError("--ranks: not under torchrun, which has started them")
@@ -60,8 +62,6 @@ def collective(
 
 
 def _one_for_each_gpu(ranks: int | None) -> int:
-    if reason := cuda.problem():
-        raise UsageError(f"--device: cuda cannot be used: {reason}")
     there = torch.cuda.device_count()
     if ranks is not None and not 2 <= ranks <= there:
         raise UsageError(f"--ranks: expected 2 to {there}, one for each GPU at most, got {ranks}")
@@ -93,17 +93,17 @@ def _member(
     """What came of it on rank 0, or why nothing did."""
     torch.set_num_threads(1)  # others would not survive a fork
     place, backend = torch.device("cpu"), "gloo"
-    if device == "cuda":
-        place = torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
-        torch.cuda.set_device(place)
-        backend = "cpu:gloo,cuda:nccl"
     try:
+        if device == "cuda":
+            place = torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
+            torch.cuda.set_device(place)
+            backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, init_method=meeting, rank=rank, world_size=ranks, timeout=_TIMEOUT
         )
         with Communicator(timeout=_TIMEOUT) as communicator:
             found = function(communicator, place)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         return str(error) if rank == 0 else None
     finally:
         if dist.is_initialized():

@@ -40,8 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.epilog = f"""\
 Measures all-reduces of float32 between ranks of one host, in shared memory or between their GPUs.
-Every later communicator of as many ranks on this kind of machine then chooses by it; results do not
-change. Let nothing else run meanwhile.
+Every later communicator of as many ranks on this kind of machine then chooses by it; on the CPU
+results stay the same. Let nothing else run meanwhile.
 
 examples:
   fastreduce tune                         # 2 ranks on the CPU, which it starts

@@ -323,6 +323,21 @@ def test_what_the_command_says():
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == tune_command.text(found)
 
 
+def test_what_cannot_be_written_is_said(tmp_path):
+    """A file is where the folder should be."""
+    (tmp_path / "fastreduce").write_text("")
+    done = subprocess.run(
+        [sys.executable, *FASTREDUCE, "--forget"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("fastreduce tune: [Errno ") and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "message"),
     [
