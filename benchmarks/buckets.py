@@ -11,9 +11,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 import fastreduce
 from benchmarks.case import Case, Setting
-from benchmarks.collectives import KIB, MIB, human
+from benchmarks.collectives import KIB, MIB
 from benchmarks.ranks import Rank
-from fastreduce import bench
+from fastreduce import bench, terminal
 from fastreduce.timing import Method
 
 TENSORS = 160
@@ -33,7 +33,11 @@ def cases(setting: Setting) -> list[Case]:
             found.append(
                 Case(
                     "buckets",
-                    {"dtypes": " to ".join(names), "scale": str(scale), "size": human(nbytes)},
+                    {
+                        "dtypes": " to ".join(names),
+                        "scale": str(scale),
+                        "size": terminal.size(nbytes),
+                    },
                     base=COPY,
                     methods={
                         way: partial(method, way, TENSORS, nbytes, tensors, flat, scale)

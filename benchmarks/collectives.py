@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import peers
 from benchmarks.case import Case, Maker, Setting
 from benchmarks.ranks import Rank
-from fastreduce import bench, policy
+from fastreduce import bench, policy, terminal
 from fastreduce.bench import Call, Op
 from fastreduce.timing import Method
 
@@ -21,14 +21,6 @@ BOUND, OURS, STAGED = "bound", "fastreduce", "fastreduce staged"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 25 * MIB, 64 * MIB, 256 * MIB]
 QUICK = [KIB, 64 * KIB, MIB, 25 * MIB]
-
-
-def human(nbytes: int) -> str:
-    """In units that divide it."""
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
 
 
 def all_reduce(setting: Setting) -> list[Case]:
@@ -61,7 +53,7 @@ def _all_reduce_case(setting: Setting, nbytes: int, dtype: str, op: Op) -> Case:
         makers[BOUND] = partial(_bound, nbytes)
     return Case(
         "all_reduce",
-        {"dtype": dtype, "op": op, "size": human(nbytes)},
+        {"dtype": dtype, "op": op, "size": terminal.size(nbytes)},
         base="nccl" if on_gpus else BOUND,
         methods=makers,
         nbytes=nbytes,
@@ -124,7 +116,7 @@ def others(setting: Setting) -> list[Case]:
     return [
         Case(
             "collectives",
-            {"collective": name, "dtype": "float32", "size": human(nbytes)},
+            {"collective": name, "dtype": "float32", "size": terminal.size(nbytes)},
             base=group,
             methods={
                 group: partial(_collective, theirs[name], nbytes, False),

@@ -50,7 +50,7 @@ from benchmarks import characters
 from benchmarks.convergence_report import Book, Run, plot, table
 from benchmarks.convergence_variants import FORMATS, LONG, NAMES, VARIANTS, Variant
 from benchmarks.ranks import join_group
-from benchmarks.results import machine
+from benchmarks.results import headline, machine
 from fastreduce import demo  # also imports what must come before a group
 from fastreduce.ranks import run_ranks
 
@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> Book:
     parser.add_argument("--again", action="store_true", help="repeat runs that are there already")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the files' common start")
     arguments = parser.parse_args(argv)
-    print("  ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
+    print(headline(machine()), flush=True)
     path = arguments.out.with_suffix(".json")
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = [kind(arguments.steps).settings for kind in WORKLOADS]

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from benchmarks.case import Case, Setting
-from benchmarks.collectives import KIB, MIB, human
+from benchmarks.collectives import KIB, MIB
 from benchmarks.ranks import Rank
+from fastreduce import terminal
 from fastreduce.timing import Method
 
 COPY = "copy"
@@ -30,7 +31,7 @@ def cases(setting: Setting) -> list[Case]:
             found.append(
                 Case(
                     "in_gpu",
-                    {"ranks in it": ranks, "size": human(nbytes)},
+                    {"ranks in it": ranks, "size": terminal.size(nbytes)},
                     base=COPY,
                     methods={COPY: partial(_copy, ranks, nbytes)}
                     | {name: partial(_all_reduce, name, ranks, nbytes) for name in names},

@@ -12,6 +12,7 @@ import torch
 from benchmarks import buckets, codecs, collectives, norms
 from benchmarks.case import Case, Maker, Setting
 from benchmarks.collectives import DTYPES, OURS, STAGED
+from fastreduce import terminal
 
 ELEMENTS = 1024
 SIZE = 4 * ELEMENTS
@@ -48,7 +49,7 @@ def cases(setting: Setting) -> list[Case]:
     return [
         Case(
             "instructions",
-            {"of": name, "size": collectives.human(SIZE)},
+            {"of": name, "size": terminal.size(SIZE)},
             base=next(iter(makers)),
             methods=makers,
             nbytes=SIZE,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import fastreduce
 from benchmarks.case import Case, Setting, Target
-from benchmarks.collectives import DTYPES, MIB, human
+from benchmarks.collectives import DTYPES, MIB
 from benchmarks.ranks import Rank
-from fastreduce import Norms
+from fastreduce import Norms, terminal
 from fastreduce.timing import Method
 
 PARTS = 100
@@ -27,7 +27,7 @@ def cases(setting: Setting) -> list[Case]:
     return [
         Case(
             "norms",
-            {"dtype": dtype, "size": human(nbytes)},
+            {"dtype": dtype, "size": terminal.size(nbytes)},
             base=AVERAGE,
             methods={
                 name: partial(method, call, DTYPES[dtype], nbytes) for name, call in CALLS.items()
