@@ -14,6 +14,7 @@ BENCHMARKS: dict[str, Callable[[Setting], list[Case]]] = {
     "buckets": buckets.cases,
     "ddp_step": steps.ddp_step,
     "hook": steps.hook,
+    "wire": steps.wire,
     "accumulation": steps.accumulation,
     "norms": norms.cases,
     "server": server.cases,

@@ -16,7 +16,7 @@ from fastreduce import terminal
 
 ELEMENTS = 1024
 SIZE = 4 * ELEMENTS
-TENSORS = 8
+TENSORS = 2
 
 
 def cases(setting: Setting) -> list[Case]:

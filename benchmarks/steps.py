@@ -194,22 +194,58 @@ def hook(setting: Setting) -> list[Case]:
     """
     if setting.device == "cuda":
         return []
-    makers: dict[str, Maker] = {name: partial(_hook, parts) for name, parts in HOOKS.items()}
+    makers: dict[str, Maker] = {name: partial(_hook, TINY, parts) for name, parts in HOOKS.items()}
     return [_case("hook", {"parameters": 2000}, makers, base=TORCH)]
 
 
+# Gives a state and a hook.
+Parts = Callable[[DistributedDataParallel], tuple[Any, Callable[..., Any]]]
+
+
+def _ours(model: DistributedDataParallel, **options: Any) -> tuple[Any, Callable[..., Any]]:
+    return fastreduce.HookState(model, **options), fastreduce.all_reduce_hook
+
+
 TINY = Workload(Tiny, (2000,), batch=1)
-# A state and a hook. Torch's is over a group that does nothing.
-HOOKS: dict[str, Callable[[DistributedDataParallel], tuple[Any, Callable[..., Any]]]] = {
+# Torch's is over a group that does nothing.
+HOOKS: dict[str, Parts] = {
     BASE: lambda _: (None, hooks.no_communication),
     TORCH: lambda _: (hooks.no_op_group(), default_hooks.allreduce_hook),
-    OURS: lambda model: (fastreduce.HookState(model), fastreduce.all_reduce_hook),
+    OURS: _ours,
 }
 
 
-def _hook(
-    parts: Callable[[DistributedDataParallel], tuple[Any, Callable[..., Any]]], rank: Rank
-) -> Method:
+class Matrix(nn.Module):
+    """One parameter of 25 MiB, used as little as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2560, 2560))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+MATRIX = Workload(Matrix, (2560,), batch=8, classes=2560)
+WIRES: dict[str, str | fastreduce.Wire] = {
+    **{name: name for name in ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "onebit")},
+    "topk 1 %": fastreduce.Wire("topk", k=0.01),
+    "lowrank 2": fastreduce.Wire("lowrank", rank=2),
+}
+
+
+def wire(setting: Setting) -> list[Case]:
+    """The hook's own time in every wire format, of one parameter of 25 MiB."""
+    if setting.device == "cuda":
+        return []
+    names = ["fp32", "int8"] if setting.quick else list(WIRES)
+    makers: dict[str, Maker] = {
+        name: partial(_hook, MATRIX, partial(_ours, wire=WIRES[name])) for name in names
+    }
+    return [_case("wire", {"size": "25 MiB"}, makers, base="fp32", rounds=15)]
+
+
+def _hook(workload: Workload, parts: Parts, rank: Rank) -> Method:
     """Timed by itself: a step is more than its hook."""
     spent: list[float] = []
 
@@ -218,7 +254,7 @@ def _hook(
         model.register_comm_hook(state, _timed(spent, hook))
         return state if isinstance(state, fastreduce.HookState) else None
 
-    made = Training(TINY, attach, rank)
+    made = Training(workload, attach, rank)
 
     def run() -> float:
         spent.clear()
