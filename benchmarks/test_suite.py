@@ -1,5 +1,4 @@
-"""The suite's methods for pytest-benchmark: ``pytest benchmarks --benchmark-only
---benchmark-enable``.
+"""The suite's methods for pytest-benchmark: ``pytest benchmarks --benchmark-only``.
 
 Two CPU ranks, one of which is this process; the other answers call for call. A round prepares,
 meets the peer at a barrier, and times one run on this rank.
