@@ -30,7 +30,8 @@ class Timed:
     Attributes:
         seconds: of the slowest rank.
         ratio: to the process group's, round by round.
-        wrong: elements of a checked call that are not the exact result.
+        wrong: elements of a checked call that are not the exact result, see
+            :func:`fastreduce.bench.wrong_elements`.
     """
 
     nbytes: int

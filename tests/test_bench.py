@@ -71,6 +71,39 @@ def test_wrong_elements_are_counted_over_all_ranks(pool):
     assert pool(2).run(counted, "last one left out") == [2, 2]
 
 
+class Alone:
+    """A communicator of one rank of many, which sums by itself."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 7, 41, 64])
+def test_right_elements_are_no_wrong_ones(ranks, dtype):
+    """However sums are accumulated and means rounded; and what lacks a rank, or is none, is."""
+    parts = []
+
+    def wrong(rank: int, call: bench.Call, op: bench.Op = "sum") -> int:
+        buffer = torch.empty(100, dtype=dtype)
+        return bench.wrong_elements(Alone(rank, ranks), call, buffer, op)
+
+    for rank in range(ranks):
+        wrong(rank, lambda tensor: parts.append(tensor.clone()))
+    total = torch.zeros(100, dtype=dtype)
+    for part in parts:
+        total += part  # rounded each time, as gloo does
+    for mean in ((total.float() * (1 / ranks)).to(dtype), total / ranks):
+        assert wrong(0, lambda tensor, mean=mean: tensor.copy_(mean), "mean") == 0
+    assert wrong(0, lambda tensor: tensor.copy_(total)) == 0
+    for part in parts:
+        assert wrong(0, lambda tensor, part=part: tensor.copy_(total - part)) >= 80
+    assert wrong(0, lambda tensor: tensor.fill_(torch.nan)) == 100
+
+
 def test_command():
     done = subprocess.run(
         [sys.executable, *BENCH, "--sizes", "1KiB", "512K", "--op", "mean", "--json"],
