@@ -171,8 +171,11 @@ class NinjaBuild(build_ext):
 
 class FreshBuild(build):
     def run(self) -> None:
-        # All that lies there goes into the wheel: modules that are no more, an earlier _cuda.
-        shutil.rmtree(self.build_lib, ignore_errors=True)
+        # All that lies there goes into the wheel: modules that are no more, an earlier _cuda. What
+        # --build-lib names instead may be anything, the sources too.
+        place = Path(self.build_lib)
+        if place.parent == Path(self.build_base) and place.name.startswith("lib"):
+            shutil.rmtree(place, ignore_errors=True)
         super().run()
 
 

@@ -95,6 +95,24 @@ def installed(sdist: Path, tmp_path_factory) -> Installed:
     return Installed(folder / "bin", next(temporary.rglob("csrc")).parent)
 
 
+def test_build_deletes_nobody_elses(tmp_path):
+    """Only what is in the folder that setuptools itself has chosen."""
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("csrc", "fastreduce"):
+        (tmp_path / name).mkdir()
+        shutil.copy(next((ROOT / name).glob("*.[hp]*")), tmp_path / name)
+    shutil.copy(ROOT / "fastreduce" / "__init__.py", tmp_path / "fastreduce")
+    theirs = tmp_path / "site" / "theirs.py"
+    theirs.parent.mkdir()
+    theirs.touch()
+    # What would compile fails at once.
+    environment = QUICK | {"CXX": "false"}
+    build = [sys.executable, "setup.py", "build", "--build-lib", theirs.parent]
+    assert run(*build, env=environment, cwd=tmp_path).returncode != 0
+    assert (theirs.parent / "fastreduce").is_dir() and theirs.exists()
+
+
 def test_contents(installed, sources):
     [site] = installed.programs.parent.glob("lib/*/site-packages")
     lines = (site / f"{NAME}.dist-info" / "RECORD").read_text().splitlines()
