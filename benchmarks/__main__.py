@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,8 @@ def measure_all(arguments: argparse.Namespace) -> list[results.Record]:
 
 def work(arguments: argparse.Namespace) -> None:
     """One rank's run; rank 0 leaves the results."""
+    for end in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(end, signal.SIG_DFL)  # a wait for other ranks would hold a handler up
     with ranks.joined(arguments.worker, cpu=arguments.cpu) as rank:
         found = run_cases(rank, arguments)
     if rank.rank == 0:
@@ -131,6 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.worker:
         work(arguments)
         return 0
+    if ranks.under_torchrun() and arguments.ranks:
+        raise SystemExit("--ranks: not under torchrun, which has started them")
     old: dict[str, Any] | None = None
     if arguments.compare:
         old = read(arguments.compare)
@@ -145,7 +151,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.results:
         run = read(arguments.results)
     elif leads:
-        arguments.out.mkdir(parents=True, exist_ok=True)  # before hours of work, not after
+        try:  # before hours of work, not after
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=arguments.out):
+                pass
+        except OSError as error:
+            raise SystemExit(f"--out: nothing can be written there: {error}") from None
         print(results.headline(run["machine"]) + "\n", flush=True)
     if not arguments.results:
         if ranks.under_torchrun():
@@ -162,8 +173,10 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
         if found["format"] != results.FORMAT:
             raise ValueError(f"expected format {results.FORMAT}, got {found['format']!r}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path}: no results of this suite: {error}") from None
+        compare.text(compare.compare(found, found["results"]), found, found["machine"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else error
+        raise SystemExit(f"{path}: no results of this suite: {why}") from None
     return dict(found)
 
 
@@ -186,4 +199,10 @@ def report(run: dict[str, Any], old: dict[str, Any] | None, arguments: argparse.
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Whoever ends this ends the ranks, too, and what they have in /dev/shm.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

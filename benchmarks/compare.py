@@ -7,6 +7,7 @@ differs by more than a threshold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class Change:
     @property
     def factor(self) -> float:
         """Above 1: it takes longer than it did."""
-        return self.now / self.before
+        return self.now / self.before if self.before else math.inf
 
     def __str__(self) -> str:
         word = "slower" if self.factor > 1 else "faster"
@@ -45,12 +46,14 @@ class Comparison:
     """Attributes:
     changes: what has moved, the worst first.
     same: how many methods have not.
-    unmatched: cases and methods that only one of the runs has.
+    added, missing: cases and methods that only this run has; that only the other one has, of the
+        benchmarks that this one has run on as many ranks.
     """
 
     changes: list[Change]
     same: int
-    unmatched: list[str]
+    added: list[str]
+    missing: list[str]
 
     @property
     def slower(self) -> list[Change]:
@@ -72,20 +75,29 @@ def compare(
         raise ValueError(f"expected results of format {FORMAT}, got {old.get('format')!r}")
     before = {case_name(record): record for record in old["results"]}
     changes, same = [], 0
-    unmatched: list[str] = []
+    added: list[str] = []
+    names = {case_name(record) for record in new}
+    ran = {(record["benchmark"], record["case"]["ranks"]) for record in new}
+    missing = [
+        name
+        for name, record in before.items()
+        if name not in names and (record["benchmark"], record["case"]["ranks"]) in ran
+    ]
     for record in new:
         name = case_name(record)
         earlier = before.get(name)
         if earlier is None or earlier["base"] != record["base"]:
-            unmatched.append(name)
+            added.append(name)
             continue
+        gone = [method for method in earlier["methods"] if method not in record["methods"]]
+        missing += [f"{name}: {method}" for method in gone]
         counted = record["unit"] == "instructions"
         key, unit = ("value", record["unit"]) if counted else ("ratio", f"of {record['base']}")
         for method, figures in record["methods"].items():
             if method == record["base"] and not counted:
                 continue
             if method not in earlier["methods"]:
-                unmatched.append(f"{name}: {method}")
+                added.append(f"{name}: {method}")
                 continue
             old_spread, new_spread = earlier["methods"][method][key], figures[key]
             if _moved(old_spread, new_spread, threshold):
@@ -94,13 +106,13 @@ def compare(
             else:
                 same += 1
     changes.sort(key=lambda change: -change.factor)
-    return Comparison(changes, same, unmatched)
+    return Comparison(changes, same, added, missing)
 
 
 def _moved(before: dict[str, float], now: dict[str, float], threshold: float) -> bool:
     apart = now["low"] > before["high"] or now["high"] < before["low"]
-    factor = now["median"] / before["median"]
-    return apart and max(factor, 1 / factor) > threshold
+    less, more = sorted((before["median"], now["median"]))
+    return apart and more > threshold * less
 
 
 def text(found: Comparison, old: dict[str, Any], about: dict[str, Any]) -> str:
@@ -120,6 +132,7 @@ def text(found: Comparison, old: dict[str, Any], about: dict[str, Any]) -> str:
             + "; ".join(f"{key} {old['machine'].get(key)} -> {about.get(key)}" for key in differing)
         )
     lines += [f"  {change}" for change in found.changes]
-    if found.unmatched:
-        lines.append(f"  only now: {', '.join(found.unmatched)}")
+    for when, names in (("now", found.added), ("then", found.missing)):
+        if names:
+            lines.append(f"  only {when}: {'; '.join(names)}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,6 +75,15 @@ def instructions(value: float) -> str:
     return f"{value:,.0f}"
 
 
+# What each rank's links carry at least, of the bytes that a collective is of, with N ranks.
+CARRIED: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+}
+
+
 # A column: its name, and what stands there; "" where there is nothing.
 Row = dict[str, str]
 
@@ -82,7 +91,7 @@ Row = dict[str, str]
 def rows(record: Record) -> Iterator[Row]:
     """A row for each method of a case."""
     nbytes, ranks = record["bytes"], record["case"]["ranks"]
-    bandwidths = nbytes and record["benchmark"] in ("all_reduce", "collectives")
+    carried = CARRIED.get(record["case"].get("collective", record["benchmark"]))
     what, written = ("time", seconds) if record["unit"] == "s" else ("instructions", instructions)
     for name, figures in record["methods"].items():
         median, low, high = (figures["value"][key] for key in ("median", "low", "high"))
@@ -95,10 +104,10 @@ def rows(record: Record) -> Iterator[Row]:
         }
         if "added" in figures:
             row["adds"] = seconds(figures["added"]["median"])
-        if bandwidths:
+        if carried is not None:
             algorithm = nbytes / median / 1e9
             row["algbw GB/s"] = f"{algorithm:.3f}"
-            row["busbw GB/s"] = f"{algorithm * 2 * (ranks - 1) / ranks:.3f}"
+            row["busbw GB/s"] = f"{algorithm * carried(ranks):.3f}"
             wrong = figures.get("wrong")
             row["wrong"] = "-" if wrong is None else str(wrong)
         yield row

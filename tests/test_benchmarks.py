@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import marked
 
 import fastreduce
 from benchmarks import __main__ as suite
@@ -79,6 +81,37 @@ def test_suite_under_torchrun(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, 1)]
+)
+def test_ended_suite_leaves_nothing(tmp_path, sent, status):
+    """Neither ranks nor what they have in memory; SIGKILL is for one of the ranks."""
+    mark = f"{tmp_path};"
+    options = ["--quick", "--cpu", "--mpiexec", "", "--out", str(tmp_path), "ddp_step"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", *options],
+        cwd=ROOT,
+        env=os.environ | {"FASTREDUCE_TEST_MARK": mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as suite:
+        try:
+            deadline = time.monotonic() + 100
+            while len(started := set(marked(mark)) - {suite.pid}) < 2:
+                assert time.monotonic() < deadline and suite.poll() is None
+                time.sleep(0.1)
+            words = Path(f"/proc/{min(started)}/cmdline").read_text().split("\0")
+            folder = Path(words[words.index("--worker") + 1])
+            assert folder.is_dir()
+            os.kill(min(started) if sent == signal.SIGKILL else suite.pid, sent)
+            _, errors = suite.communicate(timeout=60)
+        finally:
+            suite.kill()
+        assert suite.returncode == status and "Traceback" not in errors, errors
+    assert not marked(mark) and not folder.exists()
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["nonsense"], "expected names out of all_reduce, "),
@@ -86,6 +119,7 @@ def test_suite_under_torchrun(tmp_path):
         (["--threshold", "0.5"], "--threshold: expected 1 or more, got 0.5"),
         (["--results", "x.json"], "--results: needs --compare"),
         (["--compare", f"{ROOT}/README.md"], "no results of this suite"),
+        (["--out", f"{ROOT}/README.md"], "--out: nothing can be written there: "),
     ],
 )
 def test_wrong_options(words, said, capsys):
@@ -128,6 +162,27 @@ def test_compare_finds_what_moved():
     assert not compared(record(2.0), record(3.0), threshold=2).changes
 
 
+def test_compare_what_was_nothing():
+    [change] = compared(record(0.0), record(3.0)).slower
+    assert "0 -> 3 of bound" in str(change)
+    [change] = compared(record(3.0), record(0.0)).changes
+    assert str(change).startswith("faster")
+    assert compared(record(0.0), record(0.0)).same == 1
+
+
+def test_bandwidth_of_the_bus():
+    """As nccl-tests counts it: bytes in the time, times what a rank's links carry of them."""
+    for collective, factor in (
+        *(("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), ("broadcast", 1)),
+    ):
+        kept = record(2.0) | {"benchmark": "collectives", "bytes": 10**9}
+        kept["case"] = {"collective": collective, "ranks": 4}
+        [row, _] = results.rows(kept)
+        assert row["algbw GB/s"] == "1.000" and float(row["busbw GB/s"]) == factor
+    plain = record(2.0) | {"benchmark": "norms", "bytes": 10**9}
+    assert all("busbw GB/s" not in row for row in results.rows(plain))
+
+
 def test_compare_instructions_by_their_number():
     """The base's, too."""
     before, now = record(2.0, 0, "instructions"), record(2.0, 0, "instructions")
@@ -137,9 +192,20 @@ def test_compare_instructions_by_their_number():
 
 
 def test_compare_names_what_only_one_has():
-    other = record(2.0)
-    other["case"]["size"] = "2 KiB"
-    assert compared(record(2.0), other).unmatched == ["all_reduce: size 2 KiB, ranks 2"]
+    before, now = record(2.0), record(2.0)
+    now["case"]["size"] = "2 KiB"
+    found = compared(before, now)
+    assert found.added == ["all_reduce: size 2 KiB, ranks 2"]
+    assert found.missing == ["all_reduce: size 1 KiB, ranks 2"]
+    now = record(2.0)
+    now["methods"]["ours"] = now["methods"].pop("fastreduce")
+    found = compared(before, now)
+    assert found.added == ["all_reduce: size 1 KiB, ranks 2: ours"]
+    assert found.missing == ["all_reduce: size 1 KiB, ranks 2: fastreduce"]
+    said = compare.text(found, {"date": "then", "machine": {}}, {})
+    assert "only now: " in said and "only then: " in said
+    now["benchmark"] = "norms"  # all_reduce has not been run
+    assert not compared(before, now).missing
     with pytest.raises(ValueError, match="expected results of format"):
         compare.compare({"format": 0}, [])
 
