@@ -143,9 +143,10 @@ def remember(machine: str, limits: Limits) -> None:
     place = file()
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as written:
-        json.dump(known, written, indent=1)
-    try:
-        os.replace(written.name, place)
-    except OSError:
-        os.unlink(written.name)
-        raise
+        try:
+            json.dump(known, written, indent=1)
+            written.flush()
+            os.replace(written.name, place)
+        except BaseException:  # no room, Ctrl-C
+            os.unlink(written.name)
+            raise

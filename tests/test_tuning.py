@@ -111,6 +111,10 @@ def test_calls_on_the_host_begin_together_with_fresh_numbers(monkeypatch):
     assert done[0][1].unique().numel() > 1
 
 
+def no_room(*_: object, **__: object) -> None:
+    raise OSError("no room")
+
+
 def test_what_was_measured_is_remembered_by_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuning.recall("8 x H100") == ()
@@ -123,6 +127,10 @@ def test_what_was_measured_is_remembered_by_machine(monkeypatch, tmp_path):
     assert tuning.recall("8 x H100") == limits
     assert tuning.recall("2 x L4") == (("two_shot", None),)
     assert tuning.recall("4 x H100") == ()
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no room"):
+        patched.setattr(tuning.json, "dump", no_room)
+        tuning.remember("2 x L4", limits)
+    assert tuning.recall("2 x L4") == (("two_shot", None),)
     assert [file.name for file in (tmp_path / "fastreduce").iterdir()] == ["tuned.json"]
 
 
