@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -88,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
         return status
     except UsageError as error:
         print(f"fastreduce {options.command}: {error}", file=sys.stderr)
@@ -101,6 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # fastreduce plan | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

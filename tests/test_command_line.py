@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,21 @@ def test_whole_numbers(text, value):
     else:
         with pytest.raises(Exception, match=f"a whole number of 2 or more, got '{text}'"):
             options.whole(2)(text)
+
+
+def test_who_reads_no_further_is_no_error():
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [*FASTREDUCE, "plan", "--params", "1000"],
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 # -- progress -------------------------------------------------------------------------------------
