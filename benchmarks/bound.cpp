@@ -1,4 +1,4 @@
-// The yardsticks of benchmarks/all_reduce.py: plain loops over shared memory.
+// The yardsticks of benchmarks/ranks.py: plain loops over shared memory.
 #include <cstddef>
 #include <cstdint>
 #include <ctime>

@@ -44,7 +44,7 @@ class Case:
 
     Attributes:
         labels: what tells the case from others of its benchmark.
-        base: the method that the others are compared with.
+        base: the method that the others are compared with; the first one of a run that has it not.
         nbytes: of what is reduced, for bandwidths; 0 where that says nothing.
         differences: what a method takes more than the base is told, too.
         counted: instructions of a run are counted, instead of its time being taken.
@@ -104,7 +104,9 @@ def measure(case: Case, rank: Rank, *, quick: bool = False) -> dict[str, Any]:
             method.close()
     methods.clear()
     gc.collect()
-    base = values[case.base]
+    # Ranks that share no memory have no bound.
+    base_name = case.base if case.base in values else next(iter(values))
+    base = values[base_name]
     figures = {}
     for name, own in values.items():
         figures[name] = {
@@ -126,7 +128,7 @@ def measure(case: Case, rank: Rank, *, quick: bool = False) -> dict[str, Any]:
     return {
         "benchmark": case.benchmark,
         "case": dict(case.labels) | {"ranks": rank.world_size, "device": rank.device.type},
-        "base": case.base,
+        "base": base_name,
         "unit": "instructions" if case.counted else "s",
         "bytes": case.nbytes,
         "round_trip_ns": [trip for trip in trips if trip is not None],

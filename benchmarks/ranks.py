@@ -102,8 +102,9 @@ class Rank:
 
     def round_trip(self) -> float | None:
         """Nanoseconds of a flag round trip between ranks 0 and 1, as the cores lie now; None with
-        one rank, and on GPUs. Collective."""
-        if self.world_size == 1 or self.device.type == "cuda":
+        one rank, on GPUs, and where ranks share no memory. Collective."""
+        shared = self.communicator.topology.shared_memory
+        if self.world_size == 1 or self.device.type == "cuda" or not shared:
             return None
         flags, bound = self._flags, self._bound
         self.communicator.barrier()

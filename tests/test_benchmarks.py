@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from scripts import marked
 
 import fastreduce
 from benchmarks import __main__ as suite
-from benchmarks import compare, network, results
+from benchmarks import case, compare, network, results
+from fastreduce import timing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,6 +129,23 @@ def test_wrong_options(words, said, capsys):
     with pytest.raises(SystemExit) as ended:
         suite.main(words)
     assert said in (capsys.readouterr().err or str(ended.value))
+
+
+def test_a_run_without_the_base():
+    """Ranks that share no memory have no bound: the first method is what others are compared to."""
+    nothing = SimpleNamespace(**dict.fromkeys(("barrier", "broadcast", "all_reduce"), lambda *_: 0))
+    alone = SimpleNamespace(
+        world_size=1, device=torch.device("cpu"), round_trip=lambda: None, communicator=nothing
+    )
+    makers = {
+        "ours": lambda _: timing.Method(lambda: 2.0),
+        "bound": lambda _: None,
+        "theirs": lambda _: timing.Method(lambda: 3.0),
+    }
+    found = case.measure(case.Case("all_reduce", {}, "bound", makers, seconds=0.0), alone)
+    assert (found["base"], found["missing"]) == ("ours", ["bound"])
+    assert found["methods"]["theirs"]["ratio"]["median"] == 1.5
+    assert "x ours" in results.text(found)
 
 
 # -- comparing ------------------------------------------------------------------------------------
