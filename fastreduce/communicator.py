@@ -21,11 +21,12 @@ from torch.futures import Future
 
 from fastreduce import _C, arrays, cuda, enums, policy, tuning, weights
 from fastreduce.exchange import CPU, Coding, CudaExchange, Exchange, Layout
+from fastreduce.hierarchy import HierarchicalTransport, Hosts
 from fastreduce.memory import NOT_SHARED, SharedTensors
 from fastreduce.norms import Norms
 from fastreduce.norms import check as check_norms
 from fastreduce.process_group import Account, Done, ProcessGroupTransport, as_timedelta, fail
-from fastreduce.rendezvous import connect_gpus, share_memory
+from fastreduce.rendezvous import connect_gpus, host, share_memory
 from fastreduce.shares import Shares
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ class Communicator:
     """All-reduce and its relatives among the ranks of a ``torch.distributed`` group.
 
     Where all ranks can share memory (one host, one network namespace, one user), the calls run
-    in this library's kernels over shared memory; elsewhere through the group's own backend,
-    and the log says why. CUDA tensors run in CUDA kernels where the ranks' GPUs reach each other's
+    in this library's kernels over shared memory. Between hosts of which some has several ranks,
+    all-reduces of floating tensors on the CPU run in them within the hosts, and through gloo
+    between them (see :mod:`fastreduce.hierarchy`); everything else goes through the group's own
+    backend, and the log says why. CUDA tensors run in CUDA kernels where the ranks' GPUs reach each other's
     memory, else through the group's backend; the first call with one is when that is found out (do
     not capture that one into a graph). Creating a communicator is collective: all ranks of the
     group, and only they, call the constructor. Calls are collective too, and every rank makes them
@@ -107,7 +110,8 @@ class Communicator:
 
     Sums run over a fixed binary tree of ranks, in float32 for 16-bit types, rounded once: the
     same bits on every rank, for every size, for ``one_shot``, ``two_shot`` and ``low_latency``.
-    ``ring`` sums in ring order, ``multimem`` in the switch's, the process group in its own.
+    ``ring`` sums in ring order, ``multimem`` in the switch's, the process group in its own;
+    ``hierarchical`` over that tree where hosts are parts of it.
     Integers wrap; their mean truncates towards zero. Which NaN comes out, where there is one, is
     not specified.
 
@@ -138,20 +142,23 @@ class Communicator:
         threads: int | None = None,
         deterministic: bool = False,
         _first_epoch: int = 0,
+        _within: Sequence[int] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call init_process_group first")
-        self.rank: int = dist.get_rank(group)
-        self.world_size: int = dist.get_world_size(group)
-        if self.rank < 0:
+        rank = dist.get_rank(group)
+        if rank < 0:
             raise ValueError("this process is not a member of the group")
+        members = range(dist.get_world_size(group)) if _within is None else _within
+        self.rank: int = members.index(rank)
+        self.world_size: int = len(members)
         if threads is not None and not 1 <= threads <= _C.MAX_BLOCKS:
             raise ValueError(f"threads: expected 1 to {_C.MAX_BLOCKS}, got {threads}")
         self.timeout = as_timedelta(timeout)
         if self.timeout <= timedelta(0):
             raise ValueError(f"timeout: expected more than 0 s, got {timeout}")
         self.deterministic = deterministic
-        self._group = ProcessGroupTransport(group)
+        self._group = ProcessGroupTransport(group, members)
         self._core, self.topology, reason = share_memory(
             self._group, self.rank, self.world_size, self.timeout, threads, _first_epoch
         )
@@ -171,17 +178,43 @@ class Communicator:
         self._next_future = 0
         self._norm_plans: dict[int, int] = {}  # by bytes
         self._exchanges: dict[torch.device, Exchange | CudaExchange] = {}
-        if self._core is None:
-            if deterministic:
+        if self._core is None and _within is None:
+            by_hosts = self._by_hosts(group, threads)
+            if by_hosts is not None:
+                self._group = by_hosts
+            if deterministic and not (by_hosts and by_hosts.hosts.keep_order):
+                self._group.close()
                 raise RuntimeError(
                     f"deterministic=True: rank {self.rank} would use the process group, which "
                     f"does not promise an order of summation, because {reason}"
                 )
-            self._say(f"using the process group, because {reason}")
+            if by_hosts is None:
+                self._say(f"using the process group, because {reason}")
+            else:
+                self._say(f"sums by hosts, over {len(by_hosts.hosts.members)}, because {reason}")
+        elif self._core is None:
+            pass  # said by the communicator that this is a part of
         else:
             self._shared = SharedTensors(self._core, self.world_size)
             # Ends it with this object, or with the interpreter if nobody has closed it by then.
             weakref.finalize(self, _end, self._core, self._notifier, False)
+
+    def _by_hosts(
+        self, group: ProcessGroup | None, threads: int | None
+    ) -> HierarchicalTransport | None:
+        """Collective: the way over several hosts, where some has several ranks."""
+        hosts = Hosts.of(self._group.all_gather_object(host()))
+        if len(hosts.members) == 1 or hosts.columns == 1:
+            return None
+        mates = hosts.members[hosts.host_of(self.rank)]
+        inside = [
+            Communicator(group, self.timeout, threads=threads, _within=mates) for _ in range(2)
+        ]
+        if not all(self._group.all_gather_object(all(each.shared_memory for each in inside))):
+            for each in inside:
+                each.close()
+            return None
+        return HierarchicalTransport(group, self.rank, hosts, (inside[0], inside[1]), self.timeout)
 
     # -- collectives --------------------------------------------------------------------------
 
@@ -349,7 +382,8 @@ class Communicator:
                     future.set_result(tensor)  # whose readers' streams wait for this one
                 return
         if core is None or not tensor.is_cpu:
-            self._refuse_if_deterministic("the process group", deterministic)
+            if not self._group.keeps_order(tensor, op):
+                self._refuse_if_deterministic("the process group", deterministic)
             if norms is not None and not tensor.is_cpu:
                 raise ValueError(f"norms: expected None for the process group on {tensor.device}")
             done = self._measuring(tensor, norms, done)
@@ -529,11 +563,12 @@ class Communicator:
         scale: float = 1.0,
         weight: weights.Weight | None = None,
         move: bool = False,
+        op: Literal["mean", "sum"] = "mean",
         update: _C.Update | None = None,
         here: bool = False,
     ) -> Future[Tensor]:
-        """In place: this rank's share of ``tensor`` becomes the mean over all ranks' tensors; the
-        rest stays as it is.
+        """In place: this rank's share of ``tensor`` becomes the mean over all ranks' tensors, or
+        their sum (between ranks that share memory); the rest stays as it is.
 
         Args:
             tensor: flat, of a floating type, on the CPU.
@@ -542,9 +577,10 @@ class Communicator:
             update: done with the result, in the same loop over memory where ranks share it.
             here: run in this thread.
         """
-        part = _check_factors(scale, weight, "mean", tensor)
+        part = _check_factors(scale, weight, op, tensor)
         future: Future[Tensor] = Future()
         if self._core is None:
+            assert op == "mean"
             self._refuse_if_deterministic("the process group")
             self._group.reduce_scatter_v(
                 future, tensor, shares, self.rank, scale, weight, self._errors
@@ -558,7 +594,7 @@ class Communicator:
         self._core.refuse_child()
         algorithm, segment = self._way_of(tensor, move)
         checksum = _checksum(tensor.shape) ^ shares.checksum
-        plan = enums.plan("reduce_scatter_v", tensor.dtype, "mean", algorithm, checksum)
+        plan = enums.plan("reduce_scatter_v", tensor.dtype, op, algorithm, checksum)
         at, table = tensor.data_ptr(), shares.table(range(self.world_size))
         call = (plan, at, at, tensor.numel(), 0, scale, part, segment, table.address, 0)
         if here:
@@ -757,12 +793,13 @@ class Communicator:
         weighted: bool = False,
         deterministic: bool = False,
     ) -> str:
-        """Which algorithm ``auto`` takes for such a tensor, or ``process_group``."""
+        """Which algorithm ``auto`` takes for such a tensor; between hosts ``hierarchical``, or
+        ``process_group``."""
         gpu = self._gpu(tensor)
         if gpu is not None:
             return self._gpu_algorithm(gpu, tensor, op, "auto", weighted, deterministic)
         if self._core is None or not tensor.is_cpu:
-            return "process_group"
+            return self._group.algorithm(tensor, op)
         return policy.choose_algorithm(tensor.nbytes, self.world_size, self.topology)
 
     def barrier(self, async_op: bool = False) -> Work | None:
@@ -896,7 +933,7 @@ class Communicator:
         exchanges, self._exchanges = self._exchanges, {}
         for exchange in exchanges.values():
             exchange.close(drain=drain)
-        self._group.close()
+        self._group.close(drain=drain)
         gpus, self._gpus = self._gpus, {}
         for gpu in gpus.values():
             if gpu is not None:
@@ -1085,7 +1122,8 @@ class Communicator:
         _check_factors(scale, weight, op, tensor)
         if self._core is not None and not tensor.is_cpu and not tensor.is_cuda:
             self._say(f"tensors on {tensor.device.type} go through the process group")
-        self._refuse_if_deterministic("the process group", deterministic)
+        if not self._group.keeps_order(tensor, op):
+            self._refuse_if_deterministic("the process group", deterministic)
         if norms is not None and async_op:
             raise ValueError("norms: expected None for async_op=True through the process group")
         work = self._group.all_reduce(tensor, op, async_op, scale, weight)

@@ -32,7 +32,7 @@ Coding = Callable[[float | Tensor], Any]
 
 
 # What is under way as the interpreter ends is waited for so long.
-_EXIT_SECONDS = 5.0
+EXIT_SECONDS = 5.0
 
 
 class Layout:
@@ -80,7 +80,7 @@ class Layout:
         self._memory.clear()
 
 
-class _Lane(threading.Thread):
+class Lane(threading.Thread):
     """Does what it is given, in order. Does not keep the interpreter from ending."""
 
     def __init__(self, name: str) -> None:
@@ -100,7 +100,8 @@ class _Lane(threading.Thread):
         self.join(timeout)
 
 
-def _end(groups: list[Any], lanes: list[_Lane], timeout: float | None = None) -> None:
+def end(groups: list[Any], lanes: list[Lane], timeout: float | None = None) -> None:
+    """Lets lanes end what they were given, then lets go of the groups that they use."""
     for lane in lanes:
         lane.close(timeout)
     groups.clear()
@@ -110,6 +111,11 @@ def _store(name: str) -> Any:
     """By which the ranks of a new process group find each other."""
     store = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def connect_gloo(name: str, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Collective: a process group of that name, on which nobody else calls."""
+    return dist.ProcessGroupGloo(_store(name), rank, world_size, timeout)
 
 
 class _Way:
@@ -169,13 +175,14 @@ class Exchange(_Way):
         # new_group() names one after its ranks: a second one would find the first one's addresses.
         token = group.all_gather_object(uuid.uuid4().hex)[0]
         self._groups = [
-            self._connect(_store(f"fastreduce-{token}-{way}"), timeout) for way in ("out", "back")
+            connect_gloo(f"fastreduce-{token}-{way}", rank, world_size, timeout)
+            for way in ("out", "back")
         ]
-        lanes = [_Lane("fastreduce-out"), _Lane("fastreduce-back")]
+        lanes = [Lane("fastreduce-out"), Lane("fastreduce-back")]
         self._going, self._coming = lanes
         # With this object, or before the interpreter: torch aborts where threads of a group are
         # left then.
-        self._last = weakref.finalize(self, _end, self._groups, lanes, _EXIT_SECONDS)
+        self._last = weakref.finalize(self, end, self._groups, lanes, EXIT_SECONDS)
 
     @property
     def _out(self) -> Any:
@@ -185,9 +192,6 @@ class Exchange(_Way):
     def _back(self) -> Any:
         return self._groups[1]
 
-    def _connect(self, store: Any, timeout: timedelta) -> Any:
-        return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
-
     def close(self, *, drain: bool) -> None:
         """Ends what is under way, or, without ``drain``, leaves it: its peers may never come."""
         self._last.detach()
@@ -196,7 +200,7 @@ class Exchange(_Way):
                 if not hasattr(group, "abort"):  # of an older torch
                     return
                 group.abort()
-        _end(self._groups, [self._going, self._coming])
+        end(self._groups, [self._going, self._coming])
 
     def all_reduce(
         self,

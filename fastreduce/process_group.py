@@ -155,17 +155,31 @@ class _Total:
 
 
 class ProcessGroupTransport:
-    """Same arguments, same meaning as the methods of Communicator, already checked there."""
+    """Same arguments, same meaning as the methods of Communicator, already checked there.
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    Args:
+        members: the ranks of the group that objects are gathered of, None for all; all other calls
+            are the whole group's.
+    """
+
+    def __init__(self, group: ProcessGroup | None, members: Sequence[int] | None = None) -> None:
         self._open_group = group
-        self._world_size = dist.get_world_size(group)
+        self._members = range(dist.get_world_size(group)) if members is None else members
+        self._world_size = len(self._members)
         self._averages = "nccl" in dist.get_backend_config(group)
         self._closed = False
 
-    def close(self) -> None:
-        """Later calls raise."""
+    def close(self, *, drain: bool = True) -> None:
+        """Later calls raise. ``drain``: what is under way ends before."""
         self._closed = True
+
+    def algorithm(self, tensor: Tensor, op: str) -> str:
+        """Which one an all-reduce takes."""
+        return "process_group"
+
+    def keeps_order(self, tensor: Tensor, op: str) -> bool:
+        """Whether an all-reduce sums over the tree of ranks."""
+        return False
 
     @property
     def group(self) -> ProcessGroup:
@@ -179,9 +193,10 @@ class ProcessGroupTransport:
         return self._open_group
 
     def all_gather_object(self, value: Object) -> list[Object]:
-        values: list[Any] = [None] * self._world_size
+        """Every member's; collective among all of the group."""
+        values: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [values[member] for member in self._members]
 
     def all_reduce(
         self,

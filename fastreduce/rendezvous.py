@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -79,9 +79,10 @@ def share_memory(
         listener = _C.Listener()
     except (OSError, RuntimeError) as error:
         problem = str(error)
+    boot, network = host()
     here = _Host(
-        boot=_boot_id(),
-        network=os.readlink("/proc/self/ns/net"),
+        boot=boot,
+        network=network,
         processes=os.readlink("/proc/self/ns/pid"),
         process=os.getpid(),
         address=b"" if listener is None else listener.address,
@@ -92,45 +93,37 @@ def share_memory(
     )
     hosts = group.all_gather_object(here)
     topology = policy.Topology(shared_memory=False, cores=0, ranks=world_size)
-    for r, host in enumerate(hosts):
-        if host.boot != hosts[0].boot:
-            return None, topology, f"rank {r} runs on another host than rank 0"
-        if host.network != hosts[0].network:
-            return None, topology, f"rank {r} runs in another network namespace than rank 0"
-        if host.problem:
-            return None, topology, f"rank {r} could not open a socket: {host.problem}"
-    assert listener is not None
-    if world_size > _C.MAX_RANKS:
-        return None, topology, f"there are {world_size} ranks, more than {_C.MAX_RANKS}"
-
-    topology = policy.Topology(
-        shared_memory=True,
-        cores=len(frozenset().union(*(host.cores for host in hosts))),
-        ranks=world_size,
-    )
-    default = policy.threads_per_rank(topology, _C.MAX_BLOCKS)
-    foreground = policy.patience(topology, background=False)
-    background = policy.patience(topology, background=True)
+    problem = _apart(hosts)
     core: _C.HostCommunicator | None = None
-    try:
-        core = _C.HostCommunicator(
-            listener,
-            rank,
-            [host.address for host in hosts],
-            [host.process if host.processes == here.processes else 0 for host in hosts],
-            hosts[0].token,
-            timeout=timeout,
-            connect_timeout=min(timeout, timedelta(seconds=_CONNECT_SECONDS)),
-            blocks=min(host.threads or default for host in hosts),
-            slot_bytes=policy.SLOT_BYTES,
-            stage_bytes=policy.STAGE_BYTES,
-            block_bytes=policy.THREADED_BYTES,
-            foreground_ns=(foreground.spin_ns, foreground.yield_ns),
-            background_ns=(background.spin_ns, background.yield_ns),
-            first_epoch=first_epoch,
+    if not problem:
+        assert listener is not None
+        topology = policy.Topology(
+            shared_memory=True,
+            cores=len(frozenset().union(*(host.cores for host in hosts))),
+            ranks=world_size,
         )
-    except _C.CannotShareError as error:
-        problem = f"rank {rank} could not share memory: {error}"
+        default = policy.threads_per_rank(topology, _C.MAX_BLOCKS)
+        foreground = policy.patience(topology, background=False)
+        background = policy.patience(topology, background=True)
+        try:
+            core = _C.HostCommunicator(
+                listener,
+                rank,
+                [host.address for host in hosts],
+                [host.process if host.processes == here.processes else 0 for host in hosts],
+                hosts[0].token,
+                timeout=timeout,
+                connect_timeout=min(timeout, timedelta(seconds=_CONNECT_SECONDS)),
+                blocks=min(host.threads or default for host in hosts),
+                slot_bytes=policy.SLOT_BYTES,
+                stage_bytes=policy.STAGE_BYTES,
+                block_bytes=policy.THREADED_BYTES,
+                foreground_ns=(foreground.spin_ns, foreground.yield_ns),
+                background_ns=(background.spin_ns, background.yield_ns),
+                first_epoch=first_epoch,
+            )
+        except _C.CannotShareError as error:
+            problem = f"rank {rank} could not share memory: {error}"
     # Files of ranks may differ: all take what rank 0 knows.
     known = tuning.recall(tuning.host(topology)) if rank == 0 else ()
     problems, limits = zip(*group.all_gather_object((problem, known)), strict=True)
@@ -146,6 +139,25 @@ def share_memory(
     if core is not None:
         core.close(drain=False)
     return None, topology, first
+
+
+def _apart(hosts: Sequence[_Host]) -> str:
+    """Why such ranks cannot share memory, or ""."""
+    for r, host in enumerate(hosts):
+        if host.boot != hosts[0].boot:
+            return f"rank {r} runs on another host than rank 0"
+        if host.network != hosts[0].network:
+            return f"rank {r} runs in another network namespace than rank 0"
+        if host.problem:
+            return f"rank {r} could not open a socket: {host.problem}"
+    if len(hosts) > _C.MAX_RANKS:
+        return f"there are {len(hosts)} ranks, more than {_C.MAX_RANKS}"
+    return ""
+
+
+def host() -> tuple[str, str]:
+    """The same for processes that may share memory, and for no others."""
+    return _boot_id(), os.readlink("/proc/self/ns/net")
 
 
 # -- GPUs' memory ---------------------------------------------------------------------------
