@@ -102,9 +102,9 @@ class Communicator:
     in this library's kernels over shared memory. Between hosts of which some has several ranks,
     all-reduces of floating tensors on the CPU run in them within the hosts, and through gloo
     between them (see :mod:`fastreduce.hierarchy`); everything else goes through the group's own
-    backend, and the log says why. CUDA tensors run in CUDA kernels where the ranks' GPUs reach each other's
-    memory, else through the group's backend; the first call with one is when that is found out (do
-    not capture that one into a graph). Creating a communicator is collective: all ranks of the
+    backend, and the log says why. CUDA tensors run in CUDA kernels where the ranks' GPUs reach each
+    other's memory, else through the group's backend; the first call with one is when that is found
+    out (do not capture that one into a graph). Creating a communicator is collective: all ranks of the
     group, and only they, call the constructor. Calls are collective too, and every rank makes them
     in the same order. Several communicators, of any groups, can exist at once.
 

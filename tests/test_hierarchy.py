@@ -3,6 +3,7 @@ benchmarks/hosts.py.)"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -75,7 +76,7 @@ def test_order_is_kept_where_hosts_are_parts_of_the_tree(layout, kept):
 def test_split_covers_all_once(count, parts):
     bounds = hierarchy.split(count, parts)
     assert len(bounds) == parts and bounds[0][0] == 0 and bounds[-1][1] == count
-    assert all(one[1] == other[0] for one, other in zip(bounds, bounds[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
 
 
 def test_every_share_has_one_owner_on_each_host():
