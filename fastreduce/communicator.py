@@ -104,9 +104,9 @@ class Communicator:
     between them (see :mod:`fastreduce.hierarchy`); everything else goes through the group's own
     backend, and the log says why. CUDA tensors run in CUDA kernels where the ranks' GPUs reach each
     other's memory, else through the group's backend; the first call with one is when that is found
-    out (do not capture that one into a graph). Creating a communicator is collective: all ranks of the
-    group, and only they, call the constructor. Calls are collective too, and every rank makes them
-    in the same order. Several communicators, of any groups, can exist at once.
+    out (do not capture that one into a graph). Creating a communicator is collective: all ranks of
+    the group, and only they, call the constructor. Calls are collective too, and every rank makes
+    them in the same order. Several communicators, of any groups, can exist at once.
 
     Sums run over a fixed binary tree of ranks, in float32 for 16-bit types, rounded once: the
     same bits on every rank, for every size, for ``one_shot``, ``two_shot`` and ``low_latency``.
