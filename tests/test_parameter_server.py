@@ -67,15 +67,15 @@ def digits_batches(data: demo.Digits, steps: int) -> Any:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        batch = torch.randperm(len(data.train_labels), generator=generator)[:48]
+        batch = torch.randperm(len(data.train_labels), generator=generator)[:8]
         part = batch.chunk(ranks)[rank]
         yield data.train_images[part], data.train_labels[part]
 
 
 def train_digits(
-    state: dict[str, Any], data: demo.Digits, name: str, bucket_bytes: int
+    state: dict[str, Any], data: demo.Digits, name: str, bucket_bytes: int, steps: int
 ) -> tuple[int, float]:
-    """200 steps of the demo's network, with the sharded server and the textbook's, beside DDP over
+    """Steps of the demo's network, with the sharded server and the textbook's, beside DDP over
     fastreduce: the first step with other bits, and the largest difference at the end."""
     kind, options, torchs = OPTIMIZERS[name]
     models = [demo.build_model(seed=0) for _ in range(2)]
@@ -97,7 +97,7 @@ def train_digits(
     hook = fastreduce.attach(other, timeout=TIMEOUT)
     optimizer = kind(other.parameters(), **options, **torchs)
     differs = -1
-    for step, (inputs, targets) in enumerate(digits_batches(data, 200)):
+    for step, (inputs, targets) in enumerate(digits_batches(data, steps)):
         optimizer.zero_grad()
         nn.functional.cross_entropy(other(inputs), targets).backward()
         optimizer.step()
@@ -122,10 +122,11 @@ def digits():
     return demo.load_digits()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+# What comes with many steps, as Adam's corrections that fade, does not depend on the ranks.
+@pytest.mark.parametrize(("world", "steps"), [(2, 200), (4, 50)])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
-def test_it_trains_like_all_reduce(pool, digits, name, world):
-    first, *others = pool(world).run(train_digits, digits, name, 100_000)
+def test_it_trains_like_all_reduce(pool, digits, name, world, steps):
+    first, *others = pool(world).run(train_digits, digits, name, 100_000, steps)
     assert all(other == first for other in others)
     if name in EXACT:
         assert first == (-1, 0.0)

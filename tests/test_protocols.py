@@ -49,7 +49,7 @@ SANITIZERS = {
     "thread": "-O1 -fsanitize=thread",
     "address": "-O0 -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all",
 }
-CHECKED = "-std=c++17 -g -pthread -ffp-contract=off -DFR_BASELINE_ONLY -iquote csrc"
+CHECKED = "-std=c++17 -g1 -pthread -ffp-contract=off -DFR_BASELINE_ONLY -iquote csrc"
 
 # Case -> what is broken, and has to be noticed. Only ThreadSanitizer sees a missing order.
 SABOTAGES = {
@@ -203,8 +203,8 @@ WIRES = [
     ROOT / "csrc" / "shared_memory.cpp",
 ]
 UNITS = [TESTS / "units.cpp"]
-# As the library's, with vectors but without what else -O3 does: it takes three times as long.
-VECTORS = FLAGS.replace("-O3", "-O2 -ftree-vectorize -fvect-cost-model=dynamic")
+# As the library's, with vectors but without what else -O3 does: it takes several times as long.
+VECTORS = FLAGS.replace("-O3", "-O1 -ftree-vectorize -fvect-cost-model=dynamic")
 UNIT_FLAGS = {"checked": f"{CHECKED} {SANITIZERS['address']}"} | {
     name: f"{VECTORS} {flags} -iquote csrc" for name, flags in INSTRUCTION_SETS.items()
 }
