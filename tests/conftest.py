@@ -63,6 +63,9 @@ def join_group(rank: int, world_size: int, folder: str) -> None:
 
 
 def _rank_main(pipe: Connection, rank: int, world_size: int, folder: str, loop: bool) -> None:
+    # What the server has imported is no garbage: to look through it would copy all its pages, which
+    # is most of what a rank costs.
+    gc.freeze()
     join_group(rank, world_size, folder)
     state: dict[str, Any] = {}
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import re
@@ -294,6 +295,7 @@ def serve(pipe: Connection, folder: str) -> None:
     )
     torch.set_num_threads(1)
     suite = make_suite()
+    gc.freeze()  # as for other ranks, see conftest.py
     pipe.send([name for name in dir(suite) if name.startswith("test_")])
     with contextlib.suppress(EOFError):
         while True:

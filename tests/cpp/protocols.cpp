@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -94,8 +95,8 @@ std::unique_ptr<Exercise> reduction(int turn, const Shape& shape, const std::vec
 }
 constexpr int kFloatSum = 3;
 constexpr int kTypes = 4;
-// Shapes take them in turns, of which each type gets some with several blocks, and some with
-// several threads. Addresses depend on types, the order of threads does not.
+// Shapes take them in turns, so that each type meets several blocks, several threads and counters
+// that wrap. Addresses depend on types, the order of threads does not.
 #if defined(__SANITIZE_THREAD__)
 constexpr int kTypesOfAShape = 1;
 #else
@@ -166,17 +167,16 @@ int run(const Case& chosen, const Shape& shape, int turn, const Sabotage& sabota
 }
 
 int run_all(const Case& chosen) {
-  int turn = 0;
-  for (const auto& each : kShapes) {
+  const int types = has_types(chosen) ? kTypesOfAShape : 1;
+  for (int turn = 0; turn < static_cast<int>(std::size(kShapes)); ++turn) {
+    const auto& each = kShapes[turn];
     if (each.world == 1 && is(chosen, "ring")) continue;
     const Shape shape =
         shape_of(each.world, each.blocks, each.threads, each.sleeps, kFirstEpochs[turn % 4]);
-    for (int k = 0; k < (has_types(chosen) ? kTypesOfAShape : 1); ++k) {
-      // Every type meets every first epoch.
-      const int code = run(chosen, shape, (turn + turn / 4 + k) % kTypes, kSabotages[0]);
+    for (int k = 0; k < types; ++k) {
+      const int code = run(chosen, shape, (turn + turn / 6 + k) % kTypes, kSabotages[0]);
       if (code != Outcome::fine) return code;
     }
-    ++turn;
   }
   return 0;
 }
