@@ -339,6 +339,16 @@ def test_convergence(tmp_path):
     assert "seed 1 " in text and "seed 1 " not in run("benchmarks.convergence", *options)
 
 
+def test_federated(tmp_path):
+    options = ["--seeds", 1, "--rounds", 2, "--steps", 5, "--out", tmp_path / "figures"]
+    text = run("benchmarks.federated", *options)
+    table = (tmp_path / "figures.md").read_text("utf-8")
+    assert table in text and table.count("| 100 | ") == table.count("| 0.1 | ") == 4
+    reached = dict(re.findall(r"seed 0  (\w+) .*alpha 100.* test accuracy (.*)%", text))
+    assert float(reached["FedAvg"]) > 60  # of a guess's 10, with what data parallelism does nothing
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_pytest_benchmark():
     """Every method that no other test here runs, once."""
     others = " and ".join(f"not {name}" for name in [*TIMED, "collectives", "instructions"])

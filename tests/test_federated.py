@@ -214,6 +214,7 @@ def test_scaffold_goes_on_with_other_ranks(pool, first, second):
     assert sorted(clients) == list(range(CLIENTS))
     for state in states:
         assert state["rounds"] == len(SAMPLED)
+        assert state["clients"]["owners"] == list(range(CLIENTS))  # whoever has them
         torch.testing.assert_close(list(state["model"].values()), x)
         torch.testing.assert_close(state["c"], c)
     torch.testing.assert_close([clients[i] for i in range(CLIENTS)], own)
@@ -272,6 +273,7 @@ def averages(clients, kind):
                 if federated.home(client, clients, comm.world_size) == comm.rank:
                     generator = torch.Generator().manual_seed(client)
                     tensors = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in like]
+                    tensors[0][0] = -0.0  # to which other ranks may add 0.0
                     if client == 3:
                         tensors = [torch.full_like(each, torch.nan) for each in tensors]
                     average.add(client, tensors, 0.0 if client == 3 else client + 1)
@@ -297,6 +299,7 @@ def test_averages(pool, clients, kind):
             if client != 3:
                 generator = torch.Generator().manual_seed(client)
                 total += (client + 1) * torch.randn(3, 5, generator=generator).double()
+                total[0] = 0.0
                 divisor += client + 1
         want = total / max(divisor, 1) if kind == "mean" else total
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
