@@ -25,6 +25,7 @@ from benchmarks import compare, page, ranks, results
 from benchmarks.case import Setting, measure
 from benchmarks.catalogue import BENCHMARKS, about, cases
 from benchmarks.counting import UntraceableError
+from fastreduce import terminal
 
 EXAMPLES = """examples:
   python -m benchmarks                                 # all, some minutes
@@ -146,6 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": results.machine(),
         "quick": arguments.quick,
+        "load": os.getloadavg()[0],
         "results": [],
     }
     if arguments.results:
@@ -158,6 +160,8 @@ def main(argv: list[str] | None = None) -> int:
         except OSError as error:
             raise SystemExit(f"--out: nothing can be written there: {error}") from None
         print(results.headline(run["machine"]) + "\n", flush=True)
+        for line in terminal.busy(run["load"]):
+            print(line + "\n", flush=True)
     if not arguments.results:
         if ranks.under_torchrun():
             with ranks.joined(None, cpu=arguments.cpu) as rank:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastreduce
 
-BASE, BUILT_IN, OURS, TORCH = "no communication", "DDP's own", "fastreduce", "torch's hook"
+BASE, BUILT_IN, OURS, TORCH = "no communication", "DDP's own", "fastreduce", "torch's hook, alone"
 RECORDED, NORMS = "fastreduce, recorded", "fastreduce, norms"
 POWER_SGD_START = 2  # the first step in which it does not send all
 

@@ -187,7 +187,7 @@ class Tiny(nn.Module):
 
 
 def hook(setting: Setting) -> list[Case]:
-    """What a hook itself costs, with 2,000 parameters, beside torch's own hook.
+    """What a hook itself costs, with 2,000 parameters, beside torch's own with nothing to reach.
 
     From its call to the completion of its Future. Torch's is over a group that does nothing. On the
     CPU, whose clock this is.

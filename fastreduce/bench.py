@@ -127,9 +127,12 @@ def buffers_for(
     torch's."""
     copies = 1 if device.type == "cpu" else min(GRAPH_CALLS, max(2, -(-COLD_BYTES // nbytes)))
     count = nbytes // dtype.itemsize
-    if not reached:
+    if not reached or not (device.type == "cuda" or communicator.shared_memory):
         return [torch.empty(count, dtype=dtype, device=device) for _ in range(copies)]
-    return [communicator.empty(count, dtype=dtype, device=device) for _ in range(copies)]
+    if device.type == "cuda":
+        return [communicator.empty(count, dtype=dtype, device=device) for _ in range(copies)]
+    # Also where empty() gives a small tensor ordinary memory.
+    return [communicator._allocate(nbytes, torch.uint8)[:nbytes].view(dtype)]
 
 
 def wrong_elements(communicator: Communicator, call: Call, buffer: Tensor, op: Op) -> int:

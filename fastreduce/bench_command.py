@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
@@ -43,9 +44,15 @@ class Timed:
 
 @dataclass(frozen=True)
 class Bench:
-    """What came of it. ``machine``: as ``tune`` calls it."""
+    """What came of it.
+
+    Attributes:
+        machine: as ``tune`` calls it.
+        load: of the minute before.
+    """
 
     machine: str
+    load: float
     ranks: int
     dtype: str
     op: Op
@@ -125,7 +132,7 @@ def _measured(
     op: Op,
     seconds: float,
 ) -> Bench:
-    group = bench.group_name(place)
+    group, load = bench.group_name(place), os.getloadavg()[0]
     timed = []
     shown = communicator.rank == 0
     with terminal.progress(len(sizes), "bench", shown=shown) as bar:
@@ -148,15 +155,19 @@ def _measured(
                 for name, own in times.items()
             ]
             terminal.step(bar, terminal.size(size))
-    return Bench(communicator._machine(place), communicator.world_size, dtype, op, group, timed)
+    machine = communicator._machine(place)
+    return Bench(machine, load, communicator.world_size, dtype, op, group, timed)
 
 
 def text(found: Bench) -> str:
     """As a table; busbw is what links carry: algbw x 2 (N - 1) / N."""
     lines = [
         found.machine,
+        *terminal.busy(found.load),
         f"all-reduce, {found.op} of {found.dtype}, {found.ranks} ranks; slowest rank, medians and "
         "quartiles",
+        f"wrong: elements of a checked call; of {found.group}: median of the ratios, round by "
+        "round; busbw: what links carry",
         "",
         f"{'size':>10}  {'method':<14}{'us':>10}{'quartiles':>22}{'algbw GB/s':>12}"
         f"{'busbw GB/s':>12}{f'of {found.group}':>10}{'wrong':>7}",

@@ -663,7 +663,7 @@ class HookState:
 
     def _counting(self) -> GradientNorms:
         if self._norms is None:
-            raise RuntimeError("nothing is counted: create the state with norms=True")
+            raise RuntimeError("nothing is counted: attach(ddp, norms=True)")
         return self._norms
 
     def clip_grad_norm(

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import logging
 import math
 import re
 import sys
@@ -29,7 +30,7 @@ from fastreduce.wire import FP32, Wire
 
 EXAMPLES = """\
 examples:
-  fastreduce plan --model benchmarks.models:resnet18 --input 3x224x224 --batch 512 --ranks 10
+  fastreduce plan --model mine:build --input 3x224x224 --batch 512 --ranks 10
   fastreduce plan --model resnet50 --batch 256 --precision autocast-bf16 --bandwidth nvlink-h100 \\
       --flops 300                          # a name of torchvision's, where that is installed
   fastreduce plan --model mine:build --input 1024:int64 --loss cross_entropy --batch 64 \\
@@ -440,6 +441,8 @@ def _measured(
     dtype, _, autocast = PRECISIONS[options.precision]
     one = plan.micro_batch(options.batch, 1, options.accumulation)
     own = plan.micro_batch(options.batch, ranks, options.accumulation)
+    # Of what fails with fake tensors torch logs the traceback; the exception says enough.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     return footprint(
         _builder(options.model),
         samples,

@@ -56,6 +56,19 @@ def painted(text: str, colour: Colour, colours: bool) -> str:
     return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if colours else text
 
 
+def busy(load: float) -> list[str]:
+    """A line to be said of times that were taken while something else ran, if it did.
+
+    Args:
+        load: of the minute before.
+    """
+    if load < 1:
+        return []
+    return [
+        f"The machine was busy (load {load:.1f}): times, and what is chosen by them, mean little."
+    ]
+
+
 def size(nbytes: int) -> str:
     """12 KiB, 23.5 GiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,12 +25,14 @@ class Tuned:
 
     Attributes:
         machine: what it holds for.
+        load: of the minute before.
         seconds: algorithm -> bytes -> of a call; empty where nothing was measured.
         before, after: :func:`fastreduce.policy.crossovers`.
         file: where it is remembered, None where it is not.
     """
 
     machine: str
+    load: float
     seconds: tuning.Times
     before: Limits
     after: Limits
@@ -80,6 +83,7 @@ def _tuned(
     communicator: Communicator, place: torch.device, *, forget: bool, remember: bool
 ) -> Tuned:
     ranks, leads = communicator.world_size, communicator.rank == 0
+    load = os.getloadavg()[0]
     before = communicator._topology_on(place)
     machine = communicator._machine(place)
     times: tuning.Times = {}
@@ -98,6 +102,7 @@ def _tuned(
         after = communicator._topology_on(place)
     return Tuned(
         machine=machine,
+        load=load,
         seconds=times,
         before=policy.crossovers(ranks, before),
         after=policy.crossovers(ranks, after),
@@ -109,6 +114,7 @@ def text(found: Tuned, colours: bool = False) -> str:
     """As a table of microseconds, and what it changes."""
     lines = [found.machine]
     if found.seconds:
+        lines += terminal.busy(found.load)
         names = list(found.seconds)
         sizes = sorted({size for each in found.seconds.values() for size in each})
         lines += ["float32 sums; microseconds of the slowest rank, medians", ""]

@@ -127,10 +127,12 @@ def test_command():
 def test_wrong_results_are_told(monkeypatch, capsys):
     spread = Spread(1e-6, 2e-6, 3e-6)
     timed = bench_command.Timed(4096, "two_shot", spread, Spread(0.5, 0.5, 0.5), wrong=7)
-    found = bench_command.Bench("here", 2, "float32", "sum", "gloo", [timed])
+    found = bench_command.Bench("here", 7.5, 2, "float32", "sum", "gloo", [timed])
     monkeypatch.setattr(bench_command, "collective", lambda *_: found)
     assert main(["bench"]) == 1
-    line = capsys.readouterr().out.splitlines()[-1]
+    out = capsys.readouterr().out
+    assert "The machine was busy (load 7.5)" in out
+    line = out.splitlines()[-1]
     assert line.split()[-1] == "7" and "1.00 - 3.00" in line and "4 KiB" in line
 
 

@@ -313,6 +313,7 @@ def test_command_measures_remembers_and_forgets(tmp_path):
 def test_what_the_command_says():
     found = tune_command.Tuned(
         machine="2 ranks on 2 cores of A CPU",
+        load=0.1,
         seconds={"one_shot": {1024: 1e-6, 2048: 9e-6}, "two_shot": {1024: 2e-6, 2048: 8e-6}},
         before=(("one_shot", 8192), ("two_shot", None)),
         after=(("two_shot", None),),
