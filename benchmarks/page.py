@@ -38,7 +38,8 @@ nav a { margin-right: 1em; }
 <body>
 <h1>fastreduce: benchmarks</h1>
 <p>{{ run.date }}, load {{ "%.1f" % run.load }}. Methods of a case take turns; a time is that of the
-slowest rank, the median with its quartiles. Ratios are of the same round: they hold on a shared machine, where times do not.</p>
+slowest rank, the median with its quartiles. Ratios are of the same round: they hold on a shared
+machine, where times do not.</p>
 <table>
 {% for key, value in run.machine.items() if value is not none %}
 <tr><td>{{ key }}</td><td style="text-align: left">{{ value }}</td></tr>
