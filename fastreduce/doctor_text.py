@@ -5,12 +5,21 @@ from __future__ import annotations
 import textwrap
 
 from fastreduce import memory, policy
-from fastreduce.diagnosis import Facts, host_topology, numbered, spans
+from fastreduce.diagnosis import host_topology, numbered, spans
+from fastreduce.machine import Facts
 from fastreduce.terminal import Colour, painted, size
 
 _WIDTH = 100
 _NAME = 13  # columns of a line's name
 _MOST_FINDINGS = 12
+_VERSIONS = {
+    "python": "Python",
+    "numpy": "NumPy",
+    "torch": "torch",
+    "torch_cuda": "CUDA",
+    "nccl": "NCCL",
+    "driver": "NVIDIA driver",
+}
 
 
 def text(report: Facts, colours: bool = False) -> str:
@@ -36,59 +45,44 @@ def _limit(nbytes: int | None) -> str:
 def _machine(rank: Facts, together: bool) -> list[str]:
     machine = rank["machine"]
     software, build, cpu = machine["software"], machine["build"], machine["cpu"]
+    ram = machine["memory"]
+    variables = " ".join(f"{name}={value}" for name, value in software["environment"].items())
     where = f" (rank {rank['rank']}'s)" if together else ""
-    kernels = f"host's by {build['compiler']} ({build['host']}), "
-    kernels += (
-        f"CUDA's for {', '.join(build['targets'])} ({build['cuda']})"
-        if build["cuda"]
-        else "none for CUDA"
-    )
-    versions = [f"Python {software['python']}", f"NumPy {software['numpy']}"]
-    versions.append(f"torch {software['torch']}")
-    for key, name in (("torch_cuda", "CUDA"), ("nccl", "NCCL"), ("driver", "NVIDIA driver")):
-        versions.append(f"{name} {software[key]}" if software[key] else f"no {name}")
+    kernels = f"kernels: host's by {build['compiler']} ({build['host']}), "
+    cuda = f"CUDA's for {', '.join(build['targets'])} ({build['cuda']})"
+    kernels += cuda if build["cuda"] else "none for CUDA"
+    versions = [
+        f"{name} {software[key]}" if software[key] else f"no {name}"
+        for key, name in _VERSIONS.items()
+    ]
     quota = "" if cpu["quota"] is None else f", {cpu['quota']:g} cores' time"
+    caches = [
+        f"L{each['level']} {size(each['nbytes'])}"
+        + (f" for {spans(each['cores'])}" if len(each["cores"]) > 1 else "")
+        for each in cpu["caches"]
+    ]
+    shm = ram["shm_total"]
     return [
-        *_entry("fastreduce", f"{build['version']} in {build['folder']}", f"kernels: {kernels}"),
+        *_entry("fastreduce", f"{build['version']} in {build['folder']}", kernels),
         *_entry("host", f"{machine['host']}{where}, {software['system']}"),
         *_entry("software", ", ".join(versions)),
-        *_environment(software["environment"]),
+        *(_entry("environment", variables) if variables else ()),
         *_entry(
             "cores",
             f"{cpu['model']}: {len(cpu['usable'])} of {cpu['online']} ({spans(cpu['usable'])})"
             f"{quota}; kernels use {cpu['instruction_set']}",
-            "; ".join(map(_cache, cpu["caches"])),
+            "; ".join(caches),
             "; ".join(f"NUMA node {node}: {spans(c)}" for node, c in cpu["nodes"].items()),
         ),
-        *_memory(machine["memory"]),
-        *_gpus(machine["gpus"], software["torch_cuda"]),
-    ]
-
-
-def _environment(variables: dict[str, str]) -> list[str]:
-    if not variables:
-        return []
-    return _entry("environment", " ".join(f"{name}={value}" for name, value in variables.items()))
-
-
-def _cache(cache: Facts) -> str:
-    shared = f" for {spans(cache['cores'])}" if len(cache["cores"]) > 1 else ""
-    return f"L{cache['level']} {size(cache['nbytes'])}{shared}"
-
-
-def _memory(found: Facts) -> list[str]:
-    shm = "none"
-    if found["shm_total"] is not None:
-        shm = f"{size(found['shm_free'])} of {size(found['shm_total'])} free"
-    files = "no limit" if found["files"] is None else found["files"]
-    return [
         *_entry(
             "memory",
-            f"{size(found['available'])} of {size(found['total'])} available; control group: "
-            f"{_limit(found['limit'])}",
-            f"of a process: {_limit(found['locked'])} may be locked; open files: {files}",
+            f"{size(ram['available'])} of {size(ram['total'])} available; control group: "
+            f"{_limit(ram['limit'])}",
+            f"of a process: {_limit(ram['locked'])} may be locked; open files: "
+            f"{ram['files'] or 'no limit'}",
         ),
-        *_entry("/dev/shm", shm),
+        *_entry("/dev/shm", f"{size(ram['shm_free'])} of {size(shm)} free" if shm else "none"),
+        *_gpus(machine["gpus"], software["torch_cuda"]),
     ]
 
 
@@ -97,16 +91,19 @@ def _gpus(gpus: Facts, torch_cuda: str | None) -> list[str]:
     if not devices:
         reason = gpus["problem"] or "torch sees none"
         return _entry("GPUs", f"none: {reason if torch_cuda else 'torch was built without CUDA'}")
+    told = {True: "multicast", False: "no multicast", None: "multicast unknown"}
     lines = []
     for index, each in enumerate(devices):
-        parts = [f"{each['name']} ({each['capability']})", size(each["nbytes"])]
-        parts += [each["address"]] if each["address"] else []
-        parts += [] if each["node"] is None else [f"node {each['node']}"]
-        parts += [f"PCIe {each['link']}"] if each["link"] else []
-        told = {True: "multicast", False: "no multicast", None: "multicast unknown"}
-        parts.append(told[each["multicast"]])
-        parts.append(each["problem"] or "kernels run")
-        lines.append(f"{index}: {', '.join(parts)}")
+        parts = (
+            f"{index}: {each['name']} ({each['capability']})",
+            size(each["nbytes"]),
+            each["address"],
+            "" if each["node"] is None else f"node {each['node']}",
+            each["link"] and f"PCIe {each['link']}",
+            told[each["multicast"]],
+            each["problem"] or "kernels run",
+        )
+        lines.append(", ".join(filter(None, parts)))
     if pairs:
         rates = [each["bandwidth"] / 1e9 for each in pairs if each["bandwidth"]]
         rate = f", the slowest at {min(rates):.0f} GB/s" if rates else ""
@@ -114,8 +111,7 @@ def _gpus(gpus: Facts, torch_cuda: str | None) -> list[str]:
             f"{len(pairs)} pairs: peer access for {sum(each['access'] for each in pairs)}, copies "
             f"right for {sum(each['right'] is True for each in pairs)}{rate}"
         )
-    named = _entry("GPUs", *lines)
-    return [*named, *(" " * _NAME + line for line in gpus["matrix"])]
+    return _entry("GPUs", *lines) + [" " * _NAME + line for line in gpus["matrix"]]
 
 
 def _tried(check: Facts) -> list[str]:
@@ -138,26 +134,22 @@ def _table(ranks: list[Facts]) -> list[str]:
     rows = [("rank", "host", "cores", "kernels", "shm/rank", "GPU", "CPU tensors", "CUDA tensors")]
     for each in ranks:
         machine, check = each["machine"], each["check"]
-        device = check and check["device"]
-        gpus = machine["gpus"]["devices"]
-        cuda = "-" if device is None else "process group" if check["gpus"] is None else "kernels"
-        room = memory.movable_bytes(
-            machine["memory"]["shm_free"] or 0,
-            sum(other["machine"]["boot"] == machine["boot"] for other in ranks),
-        )
+        device, gpus, cpu = check and check["device"], machine["gpus"]["devices"], machine["cpu"]
+        cuda = "-" if device is None else "kernels" if check["gpus"] else "process group"
+        here = sum(other["machine"]["boot"] == machine["boot"] for other in ranks)
         rows.append(
             (
                 str(each["rank"]),
                 machine["host"],
-                spans(machine["cpu"]["usable"]),
-                machine["cpu"]["instruction_set"],
-                size(room),
+                spans(cpu["usable"]),
+                cpu["instruction_set"],
+                size(memory.movable_bytes(machine["memory"]["shm_free"] or 0, here)),
                 f"{len(gpus)} here" if device is None else f"{device}: {gpus[device]['name']}",
-                "not tried" if check is None else _way(check),
-                "not tried" if check is None else cuda,
+                _way(check) if check else "not tried",
+                cuda if check else "not tried",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
 
 
@@ -184,9 +176,7 @@ def _findings(report: Facts, colours: bool) -> list[str]:
         colour: Colour = "red" if each["kind"] == "wrong" else "yellow"
         word = painted(f"{each['kind'].upper():<7}", colour, colours)
         lines += [word + found[0], *(" " * 7 + line for line in found[1:])]
-        lines += textwrap.wrap(
-            each["todo"], _WIDTH, initial_indent="    do: ", subsequent_indent=" " * 8
-        )
+        lines += textwrap.wrap(f"    do: {each['todo']}", _WIDTH, subsequent_indent=" " * 8)
     if (more := len(report["findings"]) - _MOST_FINDINGS) > 0:
         lines.append(f"{more} more: see --json")
     return lines

@@ -45,10 +45,11 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 def test_nothing_to_read_is_no_error(tmp_path):
     memory, cpu = machine.memory_of(tmp_path), machine.cpu_of(tmp_path)
-    assert (memory.total, memory.limit, memory.shm_total) == (0, None, None)
-    assert (cpu.quota, cpu.nodes, cpu.caches, cpu.wide) == (None, {}, [], [])
-    assert cpu.usable == sorted(os.sched_getaffinity(0))
-    assert machine.software_of(tmp_path).driver is None
+    nothing = {"total": 0, "available": 0, "limit": None, "shm_total": None, "shm_free": None}
+    assert memory == memory | nothing
+    assert cpu == cpu | {"quota": None, "nodes": {}, "caches": [], "wide": []}
+    assert cpu["usable"] == sorted(os.sched_getaffinity(0))
+    assert machine.software_of(tmp_path)["driver"] is None
 
 
 @pytest.mark.parametrize(
@@ -108,8 +109,8 @@ def test_nothing_to_read_is_no_error(tmp_path):
 )
 def test_limits_of_control_groups(tmp_path, files, limit, quota):
     tree(tmp_path, files)
-    assert machine.memory_of(tmp_path).limit == limit
-    assert machine.cpu_of(tmp_path).quota == quota
+    assert machine.memory_of(tmp_path)["limit"] == limit
+    assert machine.cpu_of(tmp_path)["quota"] == quota
 
 
 def test_cores_caches_and_nodes(tmp_path, monkeypatch):
@@ -130,11 +131,11 @@ def test_cores_caches_and_nodes(tmp_path, monkeypatch):
             f"{cache}/index{index}/shared_cpu_list": "3,7",
         }
     cpu = machine.cpu_of(tree(tmp_path, files))
-    assert (cpu.model, cpu.online, cpu.usable, cpu.wide) == ("A CPU", 9, [3, 9], ["avx2"])
-    assert cpu.nodes == {"0": [0, 1, 2, 3], "2": [4, 5, 6, 7, 9]}
-    assert cpu.caches == [
-        machine.Cache(1, 48 << 10, [3, 7]),
-        machine.Cache(2, 2 << 20, [3, 7]),
+    assert cpu == cpu | {"model": "A CPU", "online": 9, "usable": [3, 9], "wide": ["avx2"]}
+    assert cpu["nodes"] == {"0": [0, 1, 2, 3], "2": [4, 5, 6, 7, 9]}
+    assert cpu["caches"] == [
+        {"level": 1, "nbytes": 48 << 10, "cores": [3, 7]},
+        {"level": 2, "nbytes": 2 << 20, "cores": [3, 7]},
     ]
 
 
@@ -147,13 +148,13 @@ def test_cores_caches_and_nodes(tmp_path, monkeypatch):
 )
 def test_driver(tmp_path, line):
     tree(tmp_path, {"proc/driver/nvidia/version": line})
-    assert machine.software_of(tmp_path).driver == "550.54.15"
+    assert machine.software_of(tmp_path)["driver"] == "550.54.15"
 
 
 def test_environment_that_matters(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET_NCCL_TOKEN", "x")
-    found = machine.software_of().environment
+    found = machine.software_of()["environment"]
     assert found["NCCL_DEBUG"] == "INFO" and "SECRET_NCCL_TOKEN" not in found
 
 
@@ -173,7 +174,7 @@ def test_targets_are_those_that_cuobjdump_finds():
     listed = dump("--list-elf", "--list-ptx")
     wanted = {f"sm_{n}" for n in re.findall(r"sm_(\d+)\.cubin", listed) if n != "75"}
     wanted |= {f"ptx_{n}" for n in re.findall(r"sm_(\d+)\.ptx", listed)}
-    assert set(machine.build_of().targets) == wanted
+    assert set(machine.build_of()["targets"]) == wanted
 
 
 def test_targets_of_a_fat_binary():
@@ -191,7 +192,7 @@ def test_targets_of_a_fat_binary():
         *("sm_90", "sm_80", "ptx_90")
     ]
     assert machine.cuda_targets(runtime) == []
-    assert machine.cuda_targets(kernels[:20] + b"\x50\xed\x55\xba") == []
+    assert machine.cuda_targets(kernels[:20]) == machine.cuda_targets(fat(entry(3, 90))) == []
 
 
 SMI = """#!/bin/sh
@@ -226,7 +227,7 @@ def gpus(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(machine.cuda, "problem", lambda: "")
     monkeypatch.setattr(rendezvous, "describe_gpu", lambda device, limits: None)
-    monkeypatch.setattr(machine, "_has_multicast", lambda index: True)
+    monkeypatch.setattr(machine, "_multicast", lambda index: True)
     monkeypatch.setattr(machine, "_numbers", lambda index: torch.arange(100))
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -248,24 +249,22 @@ def gpus(monkeypatch, tmp_path):
 
 def test_gpus(gpus):
     found = machine.gpus_of(gpus)
-    first, second = found.devices
-    assert (found.nodes, found.problem) == (2, "")
-    assert first == machine.Gpu(
-        name="NVIDIA H100",
-        capability="9.0",
-        nbytes=80 * GIB,
-        address="0000:1b:00.0",
-        node=1,
-        link="16 x 32.0 GT/s PCIe",
-        multicast=True,
-        problem="",
-    )
-    assert (second.address, second.node, second.link) == ("0000:1c:00.0", None, "")
-    assert [(p.reader, p.owner, p.access, p.right) for p in found.pairs] == [
-        (0, 1, True, True),
-        (1, 0, True, True),
-    ]
-    assert [line.split() for line in found.matrix] == [
+    first, second = found["devices"]
+    assert (found["nodes"], found["problem"]) == (2, "")
+    assert first == {
+        "name": "NVIDIA H100",
+        "capability": "9.0",
+        "nbytes": 80 * GIB,
+        "address": "0000:1b:00.0",
+        "node": 1,
+        "link": "16 x 32.0 GT/s PCIe",
+        "multicast": True,
+        "problem": "",
+    }
+    assert second == first | {"address": "0000:1c:00.0", "node": None, "link": ""}
+    pairs = healthy()["machine"]["gpus"]["pairs"]
+    assert [each | {"bandwidth": 370e9} for each in found["pairs"]] == pairs
+    assert [line.split() for line in found["matrix"]] == [
         ["GPU0", "GPU1", "NUMA", "Affinity"],
         ["GPU0", "X", "NV18", "0"],
         ["GPU1", "NV18", "X", "1"],
@@ -277,64 +276,70 @@ def test_gpus_that_do_not_work(gpus, monkeypatch):
         raise RuntimeError("no kernel image is available")
 
     monkeypatch.setattr(rendezvous, "describe_gpu", refuse)
-    monkeypatch.setattr(machine, "_has_multicast", refuse)
     # What lies in one memory arrives as something else in the other.
     monkeypatch.setattr(machine, "_numbers", lambda index: torch.arange(100) + index)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda reader, owner: reader == 0)
     monkeypatch.setenv("PATH", "")
     found = machine.gpus_of(gpus)
-    assert [each.problem for each in found.devices] == ["no kernel image is available"] * 2
-    assert [each.multicast for each in found.devices] == [None, None]
-    assert [(p.access, p.right) for p in found.pairs] == [(True, False), (False, False)]
-    assert found.matrix == []
+    assert [each["problem"] for each in found["devices"]] == ["no kernel image is available"] * 2
+    assert [(p["access"], p["right"]) for p in found["pairs"]] == [(True, False), (False, False)]
+    assert "No such file" in found["matrix"][0]
     monkeypatch.setattr(machine, "_numbers", refuse)
-    assert [p.right for p in machine.gpus_of(gpus).pairs] == [None, None]
+    assert [p["right"] for p in machine.gpus_of(gpus)["pairs"]] == [None, None]
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
     broken = machine.gpus_of(gpus)
-    assert (broken.problem, broken.devices) == ("no kernel image is available", [])
+    assert (broken["problem"], broken["devices"]) == ("no kernel image is available", [])
 
 
-def test_a_silent_nvidia_smi(monkeypatch):
+def test_a_silent_nvidia_smi(gpus, monkeypatch):
     monkeypatch.setattr(machine, "_SMI_SECONDS", 0.2)
-    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, text=True) as asked:
-        assert "has not answered" in machine._matrix(asked)[0]
-    assert asked.returncode != 0
+    (gpus / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    assert "timed out after 0.2 seconds" in machine._matrix()[0]
 
 
 # -- judgement ------------------------------------------------------------------------------------
 
 
-def pair(reader: int, owner: int, **changes: object) -> dict:
-    facts = asdict(machine.Pair(reader, owner, access=True, right=True, bandwidth=370e9))
-    return facts | changes
+# A machine of which nothing is to be said.
+HEALTHY = """{
+"host": "alpha", "boot": "1",
+"software": {"python": "3.11.2", "numpy": "2.1.0", "torch": "2.13.0", "torch_cuda": "13.0",
+    "nccl": "2.27.7", "driver": "580.65", "system": "Linux-x86_64", "environment": {}},
+"build": {"version": "0.1.0", "folder": "/lib", "host": "aaaa", "compiler": "GCC 12.2.0",
+    "cuda": "bbbb", "targets": ["sm_90", "ptx_90"]},
+"cpu": {"model": "A CPU", "online": 8, "usable": [0, 1, 2, 3, 4, 5, 6, 7], "quota": null,
+    "nodes": {"0": [0, 1, 2, 3], "1": [4, 5, 6, 7]},
+    "caches": [{"level": 3, "nbytes": 33554432, "cores": [0, 1, 2, 3, 4, 5, 6, 7]}],
+    "wide": ["avx2", "avx512bw"], "instruction_set": "avx512"},
+"memory": {"total": 68719476736, "available": 64424509440, "limit": null, "locked": null,
+    "files": 1024, "shm_total": 34359738368, "shm_free": 34359738368},
+"gpus": {"nodes": 2, "problem": "", "devices": [
+    {"name": "NVIDIA H100", "capability": "9.0", "nbytes": 85899345920, "address": "0000:1b:00.0",
+     "node": 0, "link": "16 x 32", "multicast": true, "problem": ""},
+    {"name": "NVIDIA H100", "capability": "9.0", "nbytes": 85899345920, "address": "0000:1c:00.0",
+     "node": 0, "link": "16 x 32", "multicast": true, "problem": ""}],
+  "pairs": [
+    {"reader": 0, "owner": 1, "access": true, "right": true, "bandwidth": 370e9},
+    {"reader": 1, "owner": 0, "access": true, "right": true, "bandwidth": 370e9}],
+  "matrix": []}
+}"""
 
 
 def healthy(rank: int = 0, world_size: int = 2) -> dict:
-    """A rank on a machine of which nothing is to be said."""
-    gpu = machine.Gpu("NVIDIA H100", "9.0", 80 * GIB, "0000:1b:00.0", 0, "16 x 32", True, "")
-    found = machine.Machine(
-        host="alpha",
-        boot="1",
-        software=machine.Software(
-            *("3.11.2", "2.1.0", "2.13.0", "13.0", "2.27.7", "580.65", "Linux-x86_64"), {}
-        ),
-        build=machine.Build("0.1.0", "/lib", "aaaa", "GCC 12.2.0", "bbbb", ["sm_90", "ptx_90"]),
-        cpu=machine.Cpu(
-            *("A CPU", 8, list(range(8)), None, {"0": [0, 1, 2, 3], "1": [4, 5, 6, 7]}),
-            [machine.Cache(3, 32 << 20, list(range(8)))],
-            ["avx2", "avx512bw"],
-            "avx512",
-        ),
-        memory=machine.Memory(64 * GIB, 60 * GIB, None, None, 1024, 32 * GIB, 32 * GIB),
-        gpus=machine.Gpus(2, "", [gpu, copy.copy(gpu)], [], []),
-    )
-    found.gpus.devices[1].address = "0000:1c:00.0"
-    facts = asdict(found)
-    facts["gpus"]["pairs"] = [pair(0, 1), pair(1, 0)]
-    host = asdict(policy.Topology(True, 8, world_size))
-    link = asdict(policy.GpuTopology("switch", multicast=True))
-    check = doctor.Check(world_size, host, threads=4, device=rank, gpus=link)
-    return json.loads(json.dumps({"rank": rank, "machine": facts, "check": asdict(check)}))
+    """A rank on it."""
+    check = doctor.unknown(world_size, rank) | {
+        "host": asdict(policy.Topology(True, 8, world_size)),
+        "threads": 4,
+        "gpus": asdict(policy.GpuTopology("switch", multicast=True)),
+    }
+    return {"rank": rank, "machine": json.loads(HEALTHY), "check": check}
+
+
+def test_the_stand_in_has_the_keys_of_a_machine():
+    def keys(facts: dict) -> dict:
+        return {name: list(part) for name, part in facts.items() if isinstance(part, dict)}
+
+    assert keys(machine.describe()) == keys(healthy()["machine"])
 
 
 def changed(where: str, value: object, rank: dict | None = None) -> dict:
@@ -363,14 +368,14 @@ ALONE = [
     ("machine.cpu.instruction_set", "baseline", "avx2", "slow", "no AVX2"),
     ("machine.memory.shm_free", 64 << 20, GIB, "slow", "gradients of 30 MiB on each of 2"),
     ("machine.memory.shm_free", None, 2 * GIB, "slow", "gradients of 0 MiB"),
-    ("machine.gpus.problem", "it was built without CUDA", "", "slow", "built without CUDA"),
+    ("machine.gpus.problem", "fastreduce was built without CUDA", "", "slow", "without CUDA"),
     ("machine.gpus.devices.0.problem", "no kernel image", "", "slow", "do not run on NVIDIA H100"),
     ("machine.software.nccl", None, "2.20.5", "wrong", "has no NCCL"),
     ("machine.gpus.pairs.0.access", False, True, "slow", "1 of 2 pairs of GPUs have no peer"),
     ("machine.gpus.pairs.1.right", False, None, "wrong", "does not arrive as it was (0 to 1)"),
     ("machine.gpus.devices.0.node", 2, 1, "none", ""),
     ("machine.cpu.usable", [4, 5], [0, 5], "slow", "any core of NUMA node 0"),
-    ("check.error", "trying failed: it hangs", "", "wrong", "it hangs"),
+    ("check.error", "rank 1 belongs to another user", "", "wrong", "another user"),
     (
         "check.said",
         ["using the process group, because rank 1 runs in another network namespace than rank 0"],
@@ -391,21 +396,21 @@ def test_what_is_wrong_with_a_machine_is_found(where, bad, good, kind, what):
         return
     [finding] = found
     assert finding.kind == kind and what in finding.what
-    assert finding.todo and finding.ranks == [0]
+    assert finding.todo != diagnosis.remedy("something new") and finding.ranks == [0]
 
 
 @pytest.mark.parametrize(
     "cuda, hidden, found",
     [
-        (None, {}, "torch 2.13.0 was built without CUDA"),
-        ("13.0", {}, "torch cannot use them: CUDA does not work"),
+        (None, {}, "torch 2.13.0 is a build without CUDA"),
+        ("13.0", {}, "CUDA does not work in torch; no driver"),
         ("13.0", {"CUDA_VISIBLE_DEVICES": ""}, None),
     ],
 )
 def test_gpus_that_torch_does_not_see(cuda, hidden, found):
     facts = changed("machine.gpus.devices", [])
     facts["machine"]["software"] |= {"torch_cuda": cuda, "environment": hidden}
-    facts["machine"]["gpus"] |= {"problem": "CUDA does not work", "pairs": []}
+    facts["machine"]["gpus"] |= {"problem": "no driver", "pairs": []}
     facts["check"] |= {"device": None, "gpus": None}
     assert [each.kind for each in diagnosis.findings([facts])] == ["wrong"] * (found is not None)
     assert all(found in each.what for each in diagnosis.findings([facts]))
@@ -418,16 +423,18 @@ def test_without_avx2_only_x86_is_slow():
 
 
 def test_a_remedy_for_every_reason_that_the_library_gives():
-    folders = SOURCES / "fastreduce", SOURCES / "csrc"
+    """Or that is found here: those are tried one by one above and below."""
     texts = [
         path.read_text()
-        for folder in folders
-        for path in folder.iterdir()
-        if path.suffix in (".py", ".cpp") and path.name != "diagnosis.py"
+        for pattern in ("fastreduce/*.py", "csrc/*.cpp")
+        for path in SOURCES.glob(pattern)
+        if path.name != "diagnosis.py"
     ]
-    for key, todo in diagnosis.REMEDIES:
+    keys = list(diagnosis.REMEDIES)
+    found = keys[keys.index("is older than") :]
+    for key, todo in diagnosis.REMEDIES.items():
         # CUDA says that one itself.
-        assert key == "no kernel image" or any(key in each for each in texts), key
+        assert key == "no kernel image" or key in found or any(key in each for each in texts), key
         assert diagnosis.remedy(f"rank 1: {key} 3") == todo
     assert "report" in diagnosis.remedy("something new")
 
@@ -517,7 +524,7 @@ def test_why_not_a_faster_path():
     assert named([measured])[2:4] == [("cuda", 4096, "two_shot"), ("cuda", 524288, "one_shot")]
     assert "measured" in diagnosis.paths([measured])[2].why
     host = [each for each in diagnosis.paths([healthy()]) if each.device == "cpu"]
-    assert all("expected (tune measures)" in each.why for each in host) and len(host) == 2
+    assert all("expected" in each.why for each in host) and len(host) == 2
     measured = changed("check.host.limits", [["one_shot", 65536], ["two_shot", None]])
     assert named([measured])[:2] == [("cpu", 65536, "one_shot"), ("cpu", None, "two_shot")]
     assert all("measured by tune" in each.why for each in diagnosis.paths([measured])[:2])
@@ -532,7 +539,8 @@ def test_paths_of_ranks_that_cannot_share():
         {"device": "cpu", "largest": None, "algorithm": "process_group", "why": reason},
         {"device": "cuda", "largest": None, "algorithm": "process_group", "why": "so"},
     ]
-    assert named([changed("check.error", "it fails", facts)]) == [("cuda", None, "process_group")]
+    facts["check"]["error"] = "it fails"
+    assert {device for device, _, _ in named([facts])} == {"cuda"}  # as they should be
 
 
 def test_paths_of_gpus_that_were_not_tried(monkeypatch, tmp_path):
@@ -550,7 +558,6 @@ def test_paths_of_gpus_that_were_not_tried(monkeypatch, tmp_path):
         gpus = changed(where, value, facts)["machine"]["gpus"]
         assert diagnosis.expected_topology(gpus) == policy.GpuTopology("none")
     one = changed("machine.gpus.devices", facts["machine"]["gpus"]["devices"][:1], facts)
-    assert diagnosis.expected_topology(one["machine"]["gpus"]) is None
     assert {device for device, _, _ in named([one])} == {"cpu"}
 
 
@@ -586,7 +593,7 @@ def test_colours_are_the_only_difference():
 
 
 def test_many_findings_stay_within_a_screen():
-    many = [Finding("wrong", f"it {n}", "do") for n in range(20)]
+    many = [Finding("wrong", f"it {n}", "do", [0]) for n in range(20)]
     text = doctor_text.text(doctor.report([healthy()], many, together=False))
     assert "it 11" in text and "it 12" not in text and text.endswith("8 more: see --json")
 
@@ -597,7 +604,9 @@ def test_json_round_trip_and_keys():
     assert list(report) == ["format", "together", "ranks", "paths", "findings", "status"]
     assert list(report["ranks"][0]) == ["rank", "machine", "check"]
     assert (report["format"], report["status"]) == (1, 0)
-    assert doctor.report([healthy()], [Finding("slow", "a", "b")], together=False)["status"] == 1
+    assert (
+        doctor.report([healthy()], [Finding("slow", "a", "b", [])], together=False)["status"] == 1
+    )
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -609,7 +618,6 @@ def test_json_round_trip_and_keys():
         (["--ranks", "0"], "argument --ranks: expected a whole number of 1 or more, got '0'"),
         (["--timeout", "0"], "argument --timeout: expected a number above 0, got '0'"),
         (["--timeout", "inf"], "argument --timeout: expected a number above 0, got 'inf'"),
-        (["now"], "unrecognized arguments: now"),
     ],
 )
 def test_bad_usage(capsys, arguments, message):
@@ -712,12 +720,12 @@ def test_alone():
 
 def test_alone_with_a_process_that_dies_or_hangs(monkeypatch):
     monkeypatch.setattr(doctor, "try_out", lambda store, rank, *_: os._exit(3))
-    check = doctor._try_here(2, 30.0)
-    assert check.error == "trying failed: rank 0 ended by itself"
+    error = doctor._try_here(2, 30.0)["error"]
+    assert re.fullmatch(r"trying failed: process [01] terminated with exit code 3", error)
     monkeypatch.setattr(doctor, "try_out", lambda *_: time.sleep(60))
-    assert "rank 0 has not answered within 0.4 s" in doctor._try_here(2, 0.2).error
+    assert "has not answered within 0.4 s" in doctor._try_here(2, 0.2)["error"]
     monkeypatch.setattr(doctor.tempfile, "tempdir", "/nowhere")
-    assert "/nowhere" in doctor._try_here(2, 0.2).error
+    assert "/nowhere" in doctor._try_here(2, 0.2)["error"]
 
 
 def test_ranks_of_which_one_differs():
