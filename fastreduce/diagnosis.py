@@ -4,8 +4,8 @@ do about it. Facts are those of :mod:`fastreduce.machine`, as JSON has them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby
+from typing import Literal, TypeVar
 
 from torch.torch_version import TorchVersion
 
@@ -18,39 +18,7 @@ _OLDEST_TORCH = (2, 6)
 
 # Something does not work, or it does, in a slower way.
 Kind = Literal["wrong", "slow"]
-
-
-@dataclass
-class Finding:
-    """
-    Attributes:
-        what: has been found.
-        todo: to do about it.
-        ranks: that it has been found on.
-    """
-
-    kind: Kind
-    what: str
-    todo: str
-    ranks: list[int]
-
-
-@dataclass
-class Path:
-    """What all-reduces of float32 take.
-
-    Attributes:
-        device: ``cpu`` or ``cuda``, where the tensors lie.
-        largest: of these messages, in bytes; None for all above.
-        algorithm: that runs.
-        why: not a faster one.
-    """
-
-    device: str
-    largest: int | None
-    algorithm: str
-    why: str
-
+T = TypeVar("T", policy.Topology, policy.GpuTopology)
 
 # Words of what is found here, or of a reason that rendezvous.py, memory.py, cuda.py, csrc/ or CUDA
 # gives, and what to do about it. The first that occurs counts.
@@ -102,13 +70,16 @@ def remedy(reason: str) -> str:
 # -- paths ----------------------------------------------------------------------------------------
 
 
-def host_topology(check: Facts) -> policy.Topology:
-    """As the ranks of a host have found it."""
-    return policy.Topology(**{**check["host"], "limits": _limits(check["host"])})
+# What a GPU's link lacks for the fastest algorithms.
+_LACK = {
+    "switch": "multicast in the NVLink switch",
+    "mesh": "an NVLink switch with multicast",
+    "pcie": "NVLink",
+}
 
 
-def _limits(topology: Facts) -> policy.Limits:
-    return tuple((name, limit) for name, limit in topology["limits"])
+def topology_of(kind: type[T], facts: Facts) -> T:
+    return kind(**{**facts, "limits": tuple(map(tuple, facts["limits"]))})
 
 
 def expected_topology(gpus: Facts) -> policy.GpuTopology:
@@ -125,19 +96,18 @@ def expected_topology(gpus: Facts) -> policy.GpuTopology:
     )
 
 
-def paths(ranks: Sequence[Facts]) -> list[Path]:
-    """Of the group that was tried; of GPUs that nobody has tried, what is to be expected."""
+def paths(ranks: Sequence[Facts]) -> list[Facts]:
+    """What all-reduces of float32 take in the group that was tried; of GPUs that nobody has tried,
+    what is to be expected."""
     check, gpus = ranks[0]["check"], ranks[0]["machine"]["gpus"]
-    found: list[Path] = []
+    found: list[Facts] = []
     if check is not None and not check["error"]:
-        why = _because(check, "using the process group")
-        found += _paths(host_topology(check), check["world_size"], why)
+        host, why = check["host"], _because(check, "using the process group")
+        found += _paths(topology_of(policy.Topology, host), check["world_size"], why)
         if check["device"] is not None:
             links, why = check["gpus"], _because(check, "CUDA tensors go through the process group")
-            topology = policy.GpuTopology("none")
-            if links is not None:
-                topology, why = policy.GpuTopology(**{**links, "limits": _limits(links)}), ""
-            return found + _paths(topology, check["world_size"], why)
+            known = topology_of(policy.GpuTopology, links) if links else policy.GpuTopology("none")
+            return found + _paths(known, check["world_size"], why)
     if len(gpus["devices"]) > 1:
         found += _paths(expected_topology(gpus), len(gpus["devices"]))
     return found
@@ -151,30 +121,23 @@ def _because(check: Facts, what: str) -> str:
 
 def _paths(
     topology: policy.Topology | policy.GpuTopology, world_size: int, reason: str = ""
-) -> list[Path]:
+) -> list[Facts]:
     """``reason``: for the process group, where the ranks have named one."""
+    link = topology.link if isinstance(topology, policy.GpuTopology) else None
+    if link == "none":
+        reason = reason or "the GPUs do not reach each other's memory"
+    expected = "expected to be the fastest (tune measures)"
     ideal = policy.GpuTopology("switch", multicast=True)
-    lack = {
-        "switch": "multicast in the NVLink switch",
-        "mesh": "an NVLink switch with multicast",
-        "pcie": "NVLink",
-        "none": "peer access",
-    }
-    on_host = isinstance(topology, policy.Topology)
-    found = []
+    found: list[Facts] = []
     begin = 16
     for name, largest in policy.crossovers(world_size, topology):
-        why = (
-            "measured by tune" if topology.limits else "expected to be the fastest (tune measures)"
-        )
-        why = reason or why
-        if isinstance(topology, policy.GpuTopology) and not reason and not topology.limits:
+        why = reason or ("measured by tune" if topology.limits else expected)
+        if link and why == expected:
             better = policy.choose_algorithm(2 * begin, world_size, ideal)
-            if topology.link == "none":
-                why = "the GPUs do not reach each other's memory"
-            if better != name:
-                why += f"; {better} would need {lack[topology.link]}"
-        found.append(Path("cpu" if on_host else "cuda", largest, name, why))
+            why += f"; {better} would need {_LACK[link]}" if better != name else ""
+        device = "cuda" if link else "cpu"  # where the tensors lie
+        # ``largest``: of these messages, in bytes; None for all above.
+        found.append({"device": device, "largest": largest, "algorithm": name, "why": why})
         begin = largest or begin
     return found
 
@@ -184,7 +147,7 @@ def _paths(
 Found = Iterator[tuple[Kind, str]]
 
 
-def findings(ranks: Sequence[Facts]) -> list[Finding]:
+def findings(ranks: Sequence[Facts]) -> list[Facts]:
     """What is wrong, of every kind once, with the ranks it was found on; ``wrong`` first.
 
     Args:
@@ -206,8 +169,10 @@ def findings(ranks: Sequence[Facts]) -> list[Finding]:
             found.setdefault(finding, []).append(each["rank"])
     found |= {finding: [] for finding in _differences(ranks)}  # which name their ranks
     found |= {("wrong", f"{numbered(them)} use one GPU, {at}"): them for at, them in _shared(ranks)}
-    every = [Finding(kind, what, remedy(what), them) for (kind, what), them in found.items()]
-    return sorted(every, key=lambda finding: finding.kind == "slow")
+    return [
+        {"kind": kind, "what": what, "todo": remedy(what), "ranks": them}
+        for (kind, what), them in sorted(found.items(), key=lambda each: each[0][0] == "slow")
+    ]
 
 
 def _of_host(machine: Facts, threads: int, ranks: int, cores: int) -> Found:
@@ -237,6 +202,12 @@ def _of_host(machine: Facts, threads: int, ranks: int, cores: int) -> Found:
         )
 
 
+_PAIRS: tuple[tuple[str, Kind, str], ...] = (
+    ("access", "slow", "have no peer access: CUDA tensors go through the process group"),
+    ("right", "wrong", "copy wrongly: peer access between these GPUs is broken"),
+)
+
+
 def _of_gpus(machine: Facts) -> Found:
     gpus, software = machine["gpus"], machine["software"]
     devices, problem = gpus["devices"], gpus["problem"]
@@ -263,23 +234,11 @@ def _of_gpus(machine: Facts) -> Found:
             "wrong",
             f"torch {software['torch']} has no NCCL, which CUDA tensors between hosts need",
         )
-    if without := [each for each in gpus["pairs"] if not each["access"]]:
-        yield (
-            "slow",
-            f"{len(without)} of {len(gpus['pairs'])} pairs of GPUs have no peer access "
-            f"({_named(without)}): CUDA tensors go through the process group",
-        )
-    if wrong := [each for each in gpus["pairs"] if each["right"] is False]:
-        yield (
-            "wrong",
-            "peer access between these GPUs is broken: what is copied does not arrive as it was "
-            f"({_named(wrong)})",
-        )
-
-
-def _named(pairs: list[Facts]) -> str:
-    names = [f"{each['owner']} to {each['reader']}" for each in pairs]
-    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    for key, kind, what in _PAIRS:
+        pairs = [f"{p['owner']} to {p['reader']}" for p in gpus["pairs"] if p[key] is False]
+        if pairs:
+            them = ", ".join(pairs[:3]) + (" ..." if len(pairs) > 3 else "")
+            yield kind, f"{len(pairs)} of {len(gpus['pairs'])} pairs of GPUs ({them}) {what}"
 
 
 def _of_check(machine: Facts, check: Facts) -> Found:
@@ -340,10 +299,6 @@ def numbered(ranks: Sequence[int]) -> str:
 
 def spans(numbers: Sequence[int]) -> str:
     """``0-3, 6``, of numbers in ascending order."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+    runs = groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

@@ -78,12 +78,12 @@ def run(options: argparse.Namespace) -> int:
     return _tell([one], [], options.json, together=False)
 
 
-def report(ranks: list[Facts], missing: list[diagnosis.Finding], *, together: bool) -> Facts:
+def report(ranks: list[Facts], missing: list[Facts], *, together: bool) -> Facts:
     """All that is known, as JSON has it.
 
     Args:
         ranks: in order: ``rank``, ``machine``, ``check``.
-        missing: what has been found out about ranks of which there are no facts.
+        missing: findings about ranks of which there are no facts.
         together: the ranks are torchrun's.
     """
     ranks = json.loads(json.dumps(ranks))
@@ -92,15 +92,13 @@ def report(ranks: list[Facts], missing: list[diagnosis.Finding], *, together: bo
         "format": FORMAT,
         "together": together,
         "ranks": ranks,
-        "paths": [asdict(path) for path in diagnosis.paths(ranks)],
-        "findings": [asdict(finding) for finding in found],
+        "paths": diagnosis.paths(ranks),
+        "findings": found,
         "status": 1 if found else 0,
     }
 
 
-def _tell(
-    ranks: list[Facts], missing: list[diagnosis.Finding], as_json: bool, *, together: bool
-) -> int:
+def _tell(ranks: list[Facts], missing: list[Facts], as_json: bool, *, together: bool) -> int:
     told = report(ranks, missing, together=together)
     colours = terminal.colours(sys.stdout)
     print(json.dumps(told, indent=1) if as_json else doctor_text.text(told, colours), flush=True)
@@ -218,7 +216,7 @@ def _together(as_json: bool, timeout: float) -> int:
         meeting.tell("facts", own)
         facts, missing = meeting.hear("facts", "did not come")
         if 0 not in facts:
-            raise RuntimeError(f"{missing[0].what}. {missing[0].todo}")
+            raise RuntimeError("{what}. {todo}".format(**missing[0]))
         if not missing:
             check = try_out(meeting.store, rank, world_size, timeout, _device(facts))
             meeting.tell("check", check)
@@ -270,7 +268,7 @@ class _Meeting:
     def tell(self, what: str, value: Facts) -> None:
         self.store.set(f"{what}-{self._rank}", json.dumps(value))
 
-    def hear(self, what: str, failing: str) -> tuple[dict[int, Facts], list[diagnosis.Finding]]:
+    def hear(self, what: str, failing: str) -> tuple[dict[int, Facts], list[Facts]]:
         """Every rank's, and who has not told in time."""
         told: dict[int, Facts] = {}
         until = time.monotonic() + self._timeout
@@ -284,10 +282,8 @@ class _Meeting:
                     terminal.step(bar)
         if not (absent := sorted(set(range(self._world_size)) - set(told))):
             return told, []
-        finding = diagnosis.Finding(
-            "wrong",
-            f"{diagnosis.numbered(absent)} {failing} within {self._timeout:g} s",
-            f"Look whether it runs, what it prints, and whether its host reaches {self._address}.",
-            [],
+        what = f"{diagnosis.numbered(absent)} {failing} within {self._timeout:g} s"
+        todo = (
+            f"Look whether it runs, what it prints, and whether its host reaches {self._address}."
         )
-        return told, [finding]
+        return told, [{"kind": "wrong", "what": what, "todo": todo, "ranks": []}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from fastreduce import memory, policy
-from fastreduce.diagnosis import host_topology, numbered, spans
+from fastreduce.diagnosis import numbered, spans, topology_of
 from fastreduce.machine import Facts
 from fastreduce.terminal import Colour, painted, size
 
@@ -116,7 +116,7 @@ def _gpus(gpus: Facts, torch_cuda: str | None) -> list[str]:
 
 def _tried(check: Facts) -> list[str]:
     parts = [f"{check['world_size']} ranks here: {_way(check)}"]
-    topology = host_topology(check)
+    topology = topology_of(policy.Topology, check["host"])
     if topology.shared_memory:
         polls = policy.patience(topology, background=False).spin_ns > 0
         parts += [f"threads per rank: {check['threads']}", f"waits {'poll' if polls else 'yield'}"]

@@ -27,7 +27,6 @@ from test_cuda_build import dump
 
 from fastreduce import diagnosis, doctor, doctor_text, machine, policy, rendezvous
 from fastreduce.__main__ import main
-from fastreduce.diagnosis import Finding
 
 GIB = 1 << 30
 SOURCES = Path(__file__).resolve().parents[1]
@@ -371,8 +370,14 @@ ALONE = [
     ("machine.gpus.problem", "fastreduce was built without CUDA", "", "slow", "without CUDA"),
     ("machine.gpus.devices.0.problem", "no kernel image", "", "slow", "do not run on NVIDIA H100"),
     ("machine.software.nccl", None, "2.20.5", "wrong", "has no NCCL"),
-    ("machine.gpus.pairs.0.access", False, True, "slow", "1 of 2 pairs of GPUs have no peer"),
-    ("machine.gpus.pairs.1.right", False, None, "wrong", "does not arrive as it was (0 to 1)"),
+    (
+        "machine.gpus.pairs.0.access",
+        False,
+        True,
+        "slow",
+        "1 of 2 pairs of GPUs (1 to 0) have no peer",
+    ),
+    ("machine.gpus.pairs.1.right", False, None, "wrong", "(0 to 1) copy wrongly"),
     ("machine.gpus.devices.0.node", 2, 1, "none", ""),
     ("machine.cpu.usable", [4, 5], [0, 5], "slow", "any core of NUMA node 0"),
     ("check.error", "rank 1 belongs to another user", "", "wrong", "another user"),
@@ -395,8 +400,8 @@ def test_what_is_wrong_with_a_machine_is_found(where, bad, good, kind, what):
         assert found == []
         return
     [finding] = found
-    assert finding.kind == kind and what in finding.what
-    assert finding.todo != diagnosis.remedy("something new") and finding.ranks == [0]
+    assert finding["kind"] == kind and what in finding["what"]
+    assert finding["todo"] != diagnosis.remedy("something new") and finding["ranks"] == [0]
 
 
 @pytest.mark.parametrize(
@@ -412,8 +417,8 @@ def test_gpus_that_torch_does_not_see(cuda, hidden, found):
     facts["machine"]["software"] |= {"torch_cuda": cuda, "environment": hidden}
     facts["machine"]["gpus"] |= {"problem": "no driver", "pairs": []}
     facts["check"] |= {"device": None, "gpus": None}
-    assert [each.kind for each in diagnosis.findings([facts])] == ["wrong"] * (found is not None)
-    assert all(found in each.what for each in diagnosis.findings([facts]))
+    assert [each["kind"] for each in diagnosis.findings([facts])] == ["wrong"] * (found is not None)
+    assert all(found in each["what"] for each in diagnosis.findings([facts]))
     assert diagnosis.findings([changed("machine.gpus.nodes", 0, facts)]) == []
 
 
@@ -459,13 +464,13 @@ def test_a_rank_that_differs_is_found(where, value, kind, what):
     ranks = [healthy(0), healthy(1)]
     assert diagnosis.findings(ranks) == []
     [finding] = diagnosis.findings([ranks[0], changed(where, value, ranks[1])])
-    assert finding.kind == kind and what in finding.what
+    assert finding["kind"] == kind and what in finding["what"]
 
 
 def test_ranks_that_share_a_gpu():
     ranks = [healthy(0), changed("check.device", 0, healthy(1))]
     [finding] = diagnosis.findings(ranks)
-    assert finding.what == "ranks 0-1 use one GPU, 0000:1b:00.0" and finding.ranks == [0, 1]
+    assert finding["what"] == "ranks 0-1 use one GPU, 0000:1b:00.0" and finding["ranks"] == [0, 1]
     elsewhere = changed("machine.boot", "2", ranks[1])
     assert diagnosis.findings([ranks[0], elsewhere]) == []
 
@@ -477,7 +482,7 @@ def test_findings_name_their_ranks_and_what_is_wrong_comes_first():
         rank["check"]["device"] = None
         rank["machine"]["software"]["environment"] = {"FASTREDUCE_ISA": "avx2"}
     ranks[2]["check"]["error"] = "it fails"
-    assert [(each.kind, each.ranks) for each in diagnosis.findings(ranks)] == [
+    assert [(each["kind"], each["ranks"]) for each in diagnosis.findings(ranks)] == [
         ("wrong", [2]),
         ("slow", [0, 1, 2, 3]),
     ]
@@ -486,18 +491,18 @@ def test_findings_name_their_ranks_and_what_is_wrong_comes_first():
         rank["machine"]["cpu"]["usable"] = [n // 2]
         rank["machine"]["software"]["environment"] = {}
     [_, slow] = diagnosis.findings(ranks)
-    assert "4 ranks share 2 of 8 cores" in slow.what
+    assert "4 ranks share 2 of 8 cores" in slow["what"]
     for n, rank in enumerate(ranks):
         rank["machine"]["boot"] = str(n // 2)
     [_, slow] = diagnosis.findings(ranks)
-    assert "2 ranks share 1 of 8 cores" in slow.what and slow.ranks == [0, 1, 2, 3]
+    assert "2 ranks share 1 of 8 cores" in slow["what"] and slow["ranks"] == [0, 1, 2, 3]
 
 
 # -- paths ----------------------------------------------------------------------------------------
 
 
 def named(ranks: list[dict]) -> list[tuple[str, int | None, str]]:
-    return [(path.device, path.largest, path.algorithm) for path in diagnosis.paths(ranks)]
+    return [(path["device"], path["largest"], path["algorithm"]) for path in diagnosis.paths(ranks)]
 
 
 def test_paths_are_those_that_the_policy_chooses():
@@ -513,21 +518,25 @@ def test_paths_are_those_that_the_policy_chooses():
 def test_why_not_a_faster_path():
     slower = changed("check.gpus.multicast", False)
     slower["check"]["world_size"] = 8
-    why = {path.algorithm: path.why for path in diagnosis.paths([slower]) if path.device == "cuda"}
+    why = {
+        path["algorithm"]: path["why"]
+        for path in diagnosis.paths([slower])
+        if path["device"] == "cuda"
+    }
     assert "multimem would need multicast in the NVLink switch" in why["two_shot"]
     assert "would need" not in why["low_latency"]
     cards = changed("check.gpus.link", "pcie", slower)
     cards["check"]["gpus"]["bandwidth"] = 2e10
     [*_, last] = diagnosis.paths([cards])
-    assert last.algorithm == "process_group" and "multimem would need NVLink" in last.why
+    assert last["algorithm"] == "process_group" and "multimem would need NVLink" in last["why"]
     measured = changed("check.gpus.limits", [["two_shot", 4096], ["one_shot", None]])
     assert named([measured])[2:4] == [("cuda", 4096, "two_shot"), ("cuda", 524288, "one_shot")]
-    assert "measured" in diagnosis.paths([measured])[2].why
-    host = [each for each in diagnosis.paths([healthy()]) if each.device == "cpu"]
-    assert all("expected" in each.why for each in host) and len(host) == 2
+    assert "measured" in diagnosis.paths([measured])[2]["why"]
+    host = [each for each in diagnosis.paths([healthy()]) if each["device"] == "cpu"]
+    assert all("expected" in each["why"] for each in host) and len(host) == 2
     measured = changed("check.host.limits", [["one_shot", 65536], ["two_shot", None]])
     assert named([measured])[:2] == [("cpu", 65536, "one_shot"), ("cpu", None, "two_shot")]
-    assert all("measured by tune" in each.why for each in diagnosis.paths([measured])[:2])
+    assert all("measured by tune" in each["why"] for each in diagnosis.paths([measured])[:2])
 
 
 def test_paths_of_ranks_that_cannot_share():
@@ -535,7 +544,7 @@ def test_paths_of_ranks_that_cannot_share():
     facts = changed("check.said", [f"using the process group, because {reason}"])
     facts["check"]["said"].append("CUDA tensors go through the process group, because so")
     facts["check"] |= {"host": asdict(policy.Topology(False, 0, 2)), "gpus": None}
-    assert [asdict(path) for path in diagnosis.paths([facts])] == [
+    assert diagnosis.paths([facts]) == [
         {"device": "cpu", "largest": None, "algorithm": "process_group", "why": reason},
         {"device": "cuda", "largest": None, "algorithm": "process_group", "why": "so"},
     ]
@@ -593,20 +602,20 @@ def test_colours_are_the_only_difference():
 
 
 def test_many_findings_stay_within_a_screen():
-    many = [Finding("wrong", f"it {n}", "do", [0]) for n in range(20)]
+    many = [{"kind": "wrong", "what": f"it {n}", "todo": "do", "ranks": [0]} for n in range(20)]
     text = doctor_text.text(doctor.report([healthy()], many, together=False))
     assert "it 11" in text and "it 12" not in text and text.endswith("8 more: see --json")
 
 
 def test_json_round_trip_and_keys():
-    report = doctor.report([healthy()], [], together=False)
+    fine = doctor.report([healthy()], [], together=False)
+    report = doctor.report([changed("check.error", "it fails")], [], together=False)
     assert json.loads(json.dumps(report)) == report
     assert list(report) == ["format", "together", "ranks", "paths", "findings", "status"]
     assert list(report["ranks"][0]) == ["rank", "machine", "check"]
-    assert (report["format"], report["status"]) == (1, 0)
-    assert (
-        doctor.report([healthy()], [Finding("slow", "a", "b", [])], together=False)["status"] == 1
-    )
+    assert list(report["findings"][0]) == ["kind", "what", "todo", "ranks"]
+    assert list(fine["paths"][0]) == ["device", "largest", "algorithm", "why"]
+    assert (fine["format"], fine["status"], report["status"]) == (1, 0, 1)
 
 
 # -- the command ----------------------------------------------------------------------------------
