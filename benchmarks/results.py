@@ -21,24 +21,25 @@ def machine() -> dict[str, Any]:
     """What figures depend on, without the machine's name."""
     cpu, software = facts.cpu_of(), facts.software_of()
     found: dict[str, Any] = {
-        "processor": cpu.model,
-        "cores": len(cpu.usable),
+        "processor": cpu["model"],
+        "cores": len(cpu["usable"]),
         "caches": ", ".join(
-            f"L{cache.level} {cache.nbytes >> 10} KiB of {len(cache.cores)}" for cache in cpu.caches
+            f"L{each['level']} {each['nbytes'] >> 10} KiB of {len(each['cores'])}"
+            for each in cpu["caches"]
         ),
-        "instruction_set": cpu.instruction_set,
-        "compiler": facts.build_of().compiler,
+        "instruction_set": cpu["instruction_set"],
+        "compiler": facts.build_of()["compiler"],
         "kernel": ".".join(platform.release().split("-")[0].split(".")[:2]),
-        "python": software.python,
-        "torch": software.torch,
+        "python": software["python"],
+        "torch": software["torch"],
         "fastreduce": fastreduce.__version__,
     }
     if torch.cuda.is_available():
         found |= {
             "gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
-            "cuda": software.torch_cuda,
-            "nccl": software.nccl,
-            "driver": software.driver,
+            "cuda": software["torch_cuda"],
+            "nccl": software["nccl"],
+            "driver": software["driver"],
         }
     return found
 

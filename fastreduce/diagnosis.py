@@ -177,7 +177,7 @@ def findings(ranks: Sequence[Facts]) -> list[Facts]:
 
 def _of_host(machine: Facts, threads: int, ranks: int, cores: int) -> Found:
     software, cpu, quota = machine["software"], machine["cpu"], machine["cpu"]["quota"]
-    if TorchVersion(software["torch"]) < _OLDEST_TORCH:
+    if TorchVersion(software["torch"]) < _OLDEST_TORCH:  # type: ignore[operator]
         yield "wrong", f"torch {software['torch']} is older than 2.6, which fastreduce needs"
     if ranks > cores:
         yield "slow", f"{ranks} ranks share {cores} of {cpu['online']} cores: they take turns"
