@@ -196,7 +196,7 @@ def _try_here(ranks: int, timeout: float) -> Facts:
 def _started(rank: int, ranks: int, timeout: float, folder: str) -> None:
     # It ends a rank that hangs; one whose own wait has ended tells more.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 2 * timeout)
+    signal.setitimer(signal.ITIMER_REAL, min(2 * timeout, 1e9))  # more is refused
     torch.set_num_threads(1)  # others would not survive a fork
     check = try_out(FileStore(f"{folder}/store", ranks), rank, ranks, timeout)
     Path(folder, str(rank)).write_text(json.dumps(check))
