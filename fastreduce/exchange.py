@@ -113,6 +113,15 @@ def _store(name: str) -> Any:
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
+def abort(groups: list[Any]) -> bool:
+    """Ends what is under way in them; False where this torch, an older one, cannot."""
+    if not all(hasattr(group, "abort") for group in groups):
+        return False
+    for group in groups:
+        group.abort()
+    return True
+
+
 def connect_gloo(name: str, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Collective: a process group of that name, on which nobody else calls."""
     return dist.ProcessGroupGloo(_store(name), rank, world_size, timeout)
@@ -195,11 +204,8 @@ class Exchange(_Way):
     def close(self, *, drain: bool) -> None:
         """Ends what is under way, or, without ``drain``, leaves it: its peers may never come."""
         self._last.detach()
-        if not drain:
-            for group in self._groups:
-                if not hasattr(group, "abort"):  # of an older torch
-                    return
-                group.abort()
+        if not drain and not abort(self._groups):
+            return
         end(self._groups, [self._going, self._coming])
 
     def all_reduce(

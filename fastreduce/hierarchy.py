@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from fastreduce import policy
-from fastreduce.exchange import EXIT_SECONDS, Lane, connect_gloo, end
+from fastreduce.exchange import EXIT_SECONDS, Lane, abort, connect_gloo, end
 from fastreduce.process_group import Done, ProcessGroupTransport, as_timedelta, fail
 from fastreduce.shares import Shares
 from fastreduce.weights import Weight, agreed, announcement
@@ -175,15 +175,12 @@ class HierarchicalTransport(ProcessGroupTransport):
         super().close()
         if self._last.detach() is None:
             return
+        if drain:
+            end(self._groups, self._lanes)
         for communicator in (self._inside, self._gathers):
-            if not drain:
-                communicator._close(drain=False)
-        if not drain:
-            for group in self._groups:
-                group.abort()
-        end(self._groups, self._lanes)
-        for communicator in (self._inside, self._gathers):
-            communicator.close()
+            communicator._close(drain=drain)
+        if not drain and abort(self._groups):
+            end(self._groups, self._lanes)
 
     # -- calls --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,8 @@ def test_ended_suite_leaves_nothing(tmp_path, sent, status):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # What a shell starts in the background ignores it, and so would all below.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as suite:
         try:
             deadline = time.monotonic() + 100
