@@ -9,11 +9,12 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -248,16 +249,32 @@ def start(command: Sequence[str], world_size: int, mpiexec: str | None = None) -
             for rank in range(world_size)
         ]
     wait_for(
-        [
-            subprocess.Popen(words, env=environment)
-            for words, environment in zip(started, environments, strict=True)
-        ]
+        subprocess.Popen(words, env=environment)
+        for words, environment in zip(started, environments, strict=True)
     )
 
 
-def wait_for(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Returns when all have ended; ends all if one fails, or if this is interrupted."""
+@contextmanager
+def _deferred(*signals: signal.Signals) -> Iterator[None]:
+    """What comes meanwhile comes at the end: a process that is being started is not lost."""
+    came: list[int] = []
+    before = {each: signal.signal(each, lambda number, _: came.append(number)) for each in signals}
     try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        for number in came[:1]:
+            os.kill(os.getpid(), number)
+
+
+def wait_for(starting: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Starts processes and returns when all have ended; ends all if one fails, or if this is
+    interrupted."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        with _deferred(signal.SIGINT, signal.SIGTERM):
+            ranks.extend(starting)
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks):
                 break

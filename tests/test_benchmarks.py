@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +90,8 @@ def test_ended_suite_leaves_nothing(tmp_path, sent, status):
     """Neither ranks nor what they have in memory; SIGKILL is for one of the ranks."""
     mark = f"{tmp_path};"
     options = ["--quick", "--cpu", "--mpiexec", "", "--out", str(tmp_path), "ddp_step"]
+    # What a shell starts in the background ignores it, and so would all below.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks", *options],
         cwd=ROOT,
@@ -98,8 +99,6 @@ def test_ended_suite_leaves_nothing(tmp_path, sent, status):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # What a shell starts in the background ignores it, and so would all below.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as suite:
         try:
             deadline = time.monotonic() + 100
@@ -112,6 +111,7 @@ def test_ended_suite_leaves_nothing(tmp_path, sent, status):
             os.kill(min(started) if sent == signal.SIGKILL else suite.pid, sent)
             _, errors = suite.communicate(timeout=60)
         finally:
+            signal.signal(signal.SIGINT, before)
             suite.kill()
         assert suite.returncode == status and "Traceback" not in errors, errors
     assert not marked(mark) and not folder.exists()
