@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from benchmarks import counting
@@ -63,7 +63,6 @@ class Case:
     seconds: float = 1.0
     repeats: int = 1
     warm_up: int = 2
-    notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -135,4 +134,4 @@ def measure(case: Case, rank: Rank, *, quick: bool = False) -> dict[str, Any]:
         "methods": figures,
         "missing": missing,
         "targets": targets,
-    } | ({"notes": dict(case.notes)} if case.notes else {})
+    }

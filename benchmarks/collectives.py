@@ -36,13 +36,14 @@ def all_reduce(setting: Setting) -> list[Case]:
 def _all_reduce_case(setting: Setting, nbytes: int, dtype: str, op: Op) -> Case:
     kind = DTYPES[dtype]
     on_gpus = setting.device == "cuda"
+    group = bench.group_name(torch.device(setting.device))
     names = ["one_shot", "two_shot", "ring"]
     if nbytes > (policy.GPU_SLOT_BYTES if on_gpus else policy.SLOT_BYTES):
         names.remove("one_shot")
     if on_gpus:
         names += ["low_latency", "multimem"]
     makers: dict[str, Maker] = {}
-    for name in [OURS, *names, "nccl" if on_gpus else "gloo"]:
+    for name in [OURS, *names, group]:
         makers[name] = partial(named, name, nbytes, kind, op)
     if on_gpus:
         if op == "sum":
@@ -54,7 +55,7 @@ def _all_reduce_case(setting: Setting, nbytes: int, dtype: str, op: Op) -> Case:
     return Case(
         "all_reduce",
         {"dtype": dtype, "op": op, "size": terminal.size(nbytes)},
-        base="nccl" if on_gpus else BOUND,
+        base=group if on_gpus else BOUND,
         methods=makers,
         nbytes=nbytes,
         rounds=5 if nbytes > 32 * MIB else 15,
@@ -100,7 +101,7 @@ Collective = Callable[[Rank, Tensor, Tensor], object]
 
 def others(setting: Setting) -> list[Case]:
     """Reduce-scatter, all-gather and broadcast of float32."""
-    group = "nccl" if setting.device == "cuda" else "gloo"
+    group = bench.group_name(torch.device(setting.device))
     ours: dict[str, Collective] = {
         "reduce_scatter": lambda rank, whole, part: rank.communicator.reduce_scatter(
             part, whole, "sum"
